@@ -1,0 +1,20 @@
+"""The digit classifier under LightningCLI: the strategy and all its arguments come from a file.
+
+    python examples/cli.py fit --config examples/cli_config.yaml
+    python examples/cli.py fit --config examples/cli_config.yaml --trainer.strategy.init_args.num_microbatches 8
+    python examples/cli.py fit --config examples/cli_config.yaml --trainer.strategy auto --trainer.devices 1
+"""
+
+from collections.abc import Sequence
+
+from lightning.pytorch.cli import LightningCLI
+from vit_digits import DigitClassifier, Digits
+
+
+def main(arguments: Sequence[str] | None = None) -> LightningCLI:
+    """Runs the subcommand that the command line, or ``arguments`` in its place, asks for."""
+    return LightningCLI(DigitClassifier, Digits, args=None if arguments is None else list(arguments))
+
+
+if __name__ == "__main__":
+    main()

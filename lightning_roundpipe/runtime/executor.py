@@ -1,0 +1,224 @@
+"""Runs steps: learns the order of calls, has a plan made for it, and starts a thread for each micro-batch."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.plan.schedule import Schedule
+from lightning_roundpipe.plan.stages import Plan
+from lightning_roundpipe.runtime.host_store import HostStore
+from lightning_roundpipe.runtime.lookup import installed
+from lightning_roundpipe.runtime.microbatch_run import MicroBatchRun
+from lightning_roundpipe.runtime.stats import StepStats
+from lightning_roundpipe.runtime.step import Abort, Objective, Step, StepFunction
+from lightning_roundpipe.runtime.thread_state import ThreadState
+from lightning_roundpipe.runtime.traits import UnitTraits
+from lightning_roundpipe.runtime.units import Unit
+from lightning_roundpipe.runtime.worker import Worker
+
+__all__ = ["Executor", "StepResult"]
+
+PlanMaker = Callable[[Sequence[int], int], Plan]
+"""Makes a plan from the bytes of each call, in order, and the number of workers."""
+
+
+@dataclass
+class StepResult:
+    """What a step gave.
+
+    Attributes:
+        outputs: the step function's output for each micro-batch, detached, in host memory.
+        losses: the loss of each micro-batch (None where the output holds none); empty if the step only evaluated.
+        gradients: parameters and their gradients, summed over the micro-batches.
+        stats: what it took.
+    """
+
+    outputs: list[Any]
+    losses: list[Tensor | None]
+    gradients: list[tuple[Tensor, Tensor]]
+    stats: StepStats
+
+
+@dataclass
+class _Order:
+    """The learned order of calls of one kind of step."""
+
+    units: tuple[int, ...]
+    plan: Plan
+
+
+@dataclass(eq=False)
+class Executor:
+    """Runs the steps of one model on a set of workers.
+
+    Args:
+        root: the model.
+        units: what to stream.
+        devices: one for each worker; virtual workers repeat a device.
+        plan_training: makes plans with a fused stage and backward stages.
+        plan_evaluation: makes plans of forward stages only.
+        warn: tells the user something.
+        on_glue: called before each stretch of user code, with the device on which it runs.
+    """
+
+    root: nn.Module
+    units: tuple[Unit, ...]
+    devices: Sequence[torch.device]
+    plan_training: PlanMaker
+    plan_evaluation: PlanMaker
+    warn: Callable[[str], None]
+    on_glue: Callable[[torch.device], None]
+    poison_masters: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.store = HostStore()
+        self.workers = [Worker(index, device, self.store) for index, device in enumerate(self.devices)]
+        self._traits = [UnitTraits(unit) for unit in self.units]
+        self._orders: dict[str, _Order] = {}
+        self._warned: set[str] = set()
+        self._glue_hides_parameters = False
+
+    def run(
+        self,
+        kind: str,
+        function: StepFunction,
+        num_samples: Sequence[int],
+        objective: Objective,
+        *,
+        trains: bool,
+        seed: int,
+    ) -> StepResult:
+        """Run one step and wait for its end.
+
+        Args:
+            kind: steps of one kind are expected to make the same calls; their order is learned once.
+            function: runs the user's step for one micro-batch, in a thread of its own.
+            num_samples: samples in each micro-batch.
+            objective: what the outputs amount to.
+            trains: whether to run the backward, too.
+            seed: base of all randomness of the step.
+
+        Raises:
+            BaseException: the first error of any micro-batch, after all threads have ended, unchanged but for a note that
+                names unit, stage, micro-batch and worker; or `KeyboardInterrupt` of the calling thread.
+        """
+        start = time.perf_counter()
+        count = len(num_samples)
+        state = ThreadState.capture()
+        abort = Abort()
+        parameters = list(self.root.parameters())
+        learned = self._orders.get(kind)
+        probed = learned is None
+
+        def make_step(schedule: Schedule, order: tuple[int, ...]) -> Step:
+            return Step(
+                function=function,
+                objective=objective,
+                trains=trains,
+                seed=seed,
+                schedule=schedule,
+                order=order,
+                workers=self.workers,
+                traits=self._traits,
+                parameters=parameters,
+                abort=abort,
+                warn=self.warn_once,
+                on_glue=self.on_glue,
+                glue_hides_parameters=self._glue_hides_parameters,
+            )
+
+        runs: list[MicroBatchRun] = []
+        with ExitStack() as stack:
+            stack.callback(self._clear)
+            stack.enter_context(installed(self.root, self.units))
+            if self.poison_masters:
+                stack.enter_context(self.store.poisoned(parameters))
+            if learned is None:
+                first = make_step(Schedule(Plan((), 0), len(self.workers), 1), ())
+                runs = [MicroBatchRun(first, 0, None)]
+                self._run_threads(first, runs, state)
+                self.workers[0].land()
+                self.workers[0].clear()
+                self._glue_hides_parameters = first.glue_hides_parameters
+                learned = self._orders[kind] = self._plan(runs[0].order, trains)
+            schedule = Schedule(learned.plan, len(self.workers), max(count - len(runs), 1))
+            if len(runs) < count:
+                step = make_step(schedule, learned.units)
+                rest = [MicroBatchRun(step, len(runs) + lane, lane) for lane in range(schedule.num_microbatches)]
+                self._run_threads(step, rest, state)
+                runs += rest
+                self._relearn(kind, rest, trains)
+            for worker in self.workers:
+                worker.land()
+            gradients = self.store.collect()
+        stats = StepStats(
+            schedule=schedule,
+            num_samples=sum(num_samples),
+            start_s=start,
+            stop_s=time.perf_counter(),
+            probed=probed,
+            spans=tuple(span for run in runs for span in run.spans),
+        )
+        return StepResult(
+            outputs=[run.output for run in runs],
+            losses=[run.loss for run in runs] if trains else [],
+            gradients=gradients,
+            stats=stats,
+        )
+
+    def _plan(self, order: Sequence[int], trains: bool) -> _Order:
+        call_bytes = [self.units[unit].num_bytes for unit in order]
+        make = self.plan_training if trains else self.plan_evaluation
+        return _Order(tuple(order), make(call_bytes, len(self.workers)))
+
+    def _relearn(self, kind: str, runs: Sequence[MicroBatchRun], trains: bool) -> None:
+        """Plan anew if all micro-batches agree on another order than the planned one."""
+        orders = {tuple(run.order) for run in runs}
+        if len(orders) == 1 and (order := orders.pop()) != self._orders[kind].units:
+            self._orders[kind] = self._plan(order, trains)
+
+    def _run_threads(self, step: Step, runs: Sequence[MicroBatchRun], state: ThreadState) -> None:
+        def body(run: MicroBatchRun, lane: int) -> None:
+            try:
+                state.run(run.execute)
+            except BaseException as error:  # noqa: BLE001 - handed to the main thread below
+                step.abort.fail(error)
+                step.gate.abort()
+            finally:
+                step.gate.leave(lane)
+
+        threads = [
+            threading.Thread(target=body, args=(run, lane), name=f"roundpipe-microbatch-{run.index}", daemon=True)
+            for lane, run in enumerate(runs)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:
+            # Ctrl-C: stop the others first, so that nothing runs when the caller goes on.
+            step.abort.fail(error)
+            step.gate.abort()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            raise
+        if step.abort.error is not None:
+            raise step.abort.error
+
+    def _clear(self) -> None:
+        for worker in self.workers:
+            worker.clear()
+        self.store.clear()
+
+    def warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self.warn(message)

@@ -1,0 +1,42 @@
+"""Settings of a model that do not go with recomputation, switched off while a training step runs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+__all__ = ["switched_off"]
+
+
+@contextmanager
+def switched_off(root: nn.Module, warn: Callable[[str], None]) -> Iterator[None]:
+    """Switch key/value caching and the model's own checkpointing off below ``root``, and back on afterwards.
+
+    A cache (``config.use_cache``) is changed by the forward pass, so recomputation would see it twice. Checkpointing
+    (``module.gradient_checkpointing``) recomputes in PyTorch's own backward threads, on top of ours.
+    """
+    changed: list[tuple[Any, str]] = []
+    for module in root.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            changed.append((config, "use_cache"))
+        if vars(module).get("gradient_checkpointing") is True:
+            changed.append((module, "gradient_checkpointing"))
+    if any(name == "use_cache" for _, name in changed):
+        warn(
+            "The model's key/value cache (`config.use_cache`) is off in training steps: a cache is of no use there, and"
+            " recomputation would see it twice. Set `use_cache=False` in the config to silence this."
+        )
+    if any(name == "gradient_checkpointing" for _, name in changed):
+        warn(
+            "The model's own gradient checkpointing is off in training steps: RoundPipeStrategy recomputes what it must"
+            " itself. Do not call `gradient_checkpointing_enable()` to silence this."
+        )
+    for owner, name in changed:
+        setattr(owner, name, False)
+    try:
+        yield
+    finally:
+        for owner, name in changed:
+            setattr(owner, name, True)

@@ -1,0 +1,138 @@
+"""Parameters and buffers are looked up, not moved.
+
+`nn.Module.__getattr__` reads ``module._parameters[name]``. While a step runs, a `dict` subclass stands in the place of
+``_parameters`` and ``_buffers`` and hands out the copy that belongs to the micro-batch running in the calling thread.
+Everything that iterates (``parameters()``, ``state_dict()``, optimizers) reads the dict below and keeps seeing the host
+tensors. A module is never copied and may run in several threads at once. Between steps the module is an ordinary one.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from lightning_roundpipe.runtime.units import Unit
+
+__all__ = ["LookupDict", "Resolver", "current_resolver", "installed", "resolving"]
+
+
+class Resolver(Protocol):
+    """What a micro-batch offers to the modules that run in its thread."""
+
+    def parameter(self, host: Tensor) -> Tensor:
+        """The copy of the parameter ``host`` that running code must use."""
+
+    def buffer(self, table: "LookupDict", name: str) -> Tensor:
+        """The copy of a buffer that running code must use."""
+
+    def assign_buffer(self, table: "LookupDict", name: str, value: Tensor) -> None:
+        """Running code assigned ``module.name = value``."""
+
+    def call(self, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Running code calls ``unit``."""
+
+
+_threads = threading.local()
+
+
+def current_resolver() -> Resolver | None:
+    """The micro-batch that runs in the calling thread, if any."""
+    return getattr(_threads, "resolver", None)
+
+
+@contextmanager
+def resolving(resolver: Resolver) -> Iterator[None]:
+    """Let lookups of the calling thread go to ``resolver``."""
+    _threads.resolver = resolver
+    try:
+        yield
+    finally:
+        _threads.resolver = None
+
+
+class LookupDict(dict[str, Any]):
+    """Stands in for ``module._parameters`` or ``module._buffers`` during a step."""
+
+    __slots__ = ("is_buffers",)
+
+    def __init__(self, entries: dict[str, Any], *, is_buffers: bool) -> None:
+        super().__init__(entries)
+        self.is_buffers = is_buffers
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        resolver = current_resolver()
+        if resolver is None or value is None:
+            return value
+        return resolver.buffer(self, name) if self.is_buffers else resolver.parameter(value)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        resolver = current_resolver()
+        if self.is_buffers and resolver is not None and isinstance(value, Tensor):
+            resolver.assign_buffer(self, name, value)
+        else:
+            super().__setitem__(name, value)
+
+    def host(self, name: str) -> Tensor | None:
+        """The host tensor itself."""
+        return super().get(name)
+
+    def replace(self, name: str, value: Any) -> None:
+        """Put another host tensor into the dict."""
+        super().__setitem__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A module that is copied or pickled in the middle of a step becomes an ordinary one.
+        return dict, (list(self.items()),)
+
+
+class _UnitCall:
+    """Stands in for ``module._call_impl`` of a unit, so that the module's own hooks run inside the call."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.forward = MethodType(type(unit.module)._call_impl, unit.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        resolver = current_resolver()
+        if resolver is None:
+            return self.forward(*args, **kwargs)
+        return resolver.call(self.unit, self.forward, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.unit.module, "_call_impl")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.unit.module))
+        return MethodType(type(self.unit.module)._call_impl, copied) if copied is not None else self.forward
+
+
+@contextmanager
+def installed(root: nn.Module, units: tuple[Unit, ...]) -> Iterator[None]:
+    """Let every module below ``root`` look its parameters and buffers up, and intercept calls of ``units``."""
+    modules = list(root.modules())
+    originals = [(module, module._parameters, module._buffers) for module in modules]
+    try:
+        for module, parameters, buffers in originals:
+            if parameters:
+                module.__dict__["_parameters"] = LookupDict(parameters, is_buffers=False)
+            if buffers:
+                module.__dict__["_buffers"] = LookupDict(buffers, is_buffers=True)
+        for unit in units:
+            unit.module.__dict__["_call_impl"] = _UnitCall(unit)
+        yield
+    finally:
+        for unit in units:
+            unit.module.__dict__.pop("_call_impl", None)
+        for module, parameters, buffers in originals:
+            # User code may have registered or replaced entries during the step.
+            for original, name in ((parameters, "_parameters"), (buffers, "_buffers")):
+                current = module.__dict__[name]
+                if current is not original:
+                    if any(current.host(key) is not original.get(key) for key in current) or len(current) != len(original):
+                        original.clear()
+                        original.update(current.items())
+                    module.__dict__[name] = original

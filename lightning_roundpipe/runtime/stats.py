@@ -1,0 +1,57 @@
+"""Frozen records of what a step did; callbacks and tests read these and nothing else."""
+
+from dataclasses import dataclass, field
+
+from lightning_roundpipe.plan.schedule import Schedule
+from lightning_roundpipe.plan.stages import StageKind
+
+__all__ = ["StepStats", "TicketSpan"]
+
+
+@dataclass(frozen=True, slots=True)
+class TicketSpan:
+    """One ticket's time on its worker, in seconds of `time.perf_counter`."""
+
+    worker: int
+    stage: int
+    kind: StageKind
+    microbatch: int
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one step did.
+
+    Attributes:
+        schedule: the schedule that ran.
+        num_samples: samples in the batch.
+        start_s: start of the step, in seconds of `time.perf_counter`.
+        stop_s: its end.
+        probed: whether the first micro-batch ran alone, to learn the order of calls; such a step says little about speed.
+        spans: the tickets that ran.
+    """
+
+    schedule: Schedule
+    num_samples: int
+    start_s: float
+    stop_s: float
+    probed: bool
+    spans: tuple[TicketSpan, ...] = field(repr=False)
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """For every worker the time in which it ran a ticket, in seconds."""
+        busy = [0.0] * self.schedule.num_workers
+        for span in self.spans:
+            busy[span.worker] += span.stop_s - span.start_s
+        return tuple(busy)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """1 - (busy time of all workers) / (workers x time from the first ticket to the last)."""
+        if not self.spans:
+            return 0.0
+        window = max(span.stop_s for span in self.spans) - min(span.start_s for span in self.spans)
+        return 1.0 - sum(self.busy_s) / (self.schedule.num_workers * window) if window > 0 else 0.0

@@ -1,0 +1,126 @@
+"""What the micro-batches of one step share."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.plan.schedule import Schedule
+from lightning_roundpipe.runtime.tickets import StepAbortedError, TicketGate
+from lightning_roundpipe.runtime.traits import UnitTraits
+from lightning_roundpipe.runtime.worker import Worker
+
+__all__ = ["Objective", "Step", "StepFunction"]
+
+StepFunction = Callable[[int, torch.device], Any]
+"""Runs the user's step for a micro-batch, given its number and the device of the worker that it starts on."""
+
+
+class Objective(Protocol):
+    """How the losses of micro-batches become the loss of the batch."""
+
+    scale: float
+    """Factor on every loss before its backward (the loss scale of float16 training)."""
+
+    @property
+    def wants_observation(self) -> bool:
+        """Whether `observe` tells something new."""
+
+    def loss(self, output: Any) -> Tensor | None:
+        """The loss in an output of the step function."""
+
+    def observe(self, index: int, losses: Sequence[tuple[Tensor, int]]) -> None:
+        """Hear which cross-entropies a micro-batch computed, each with the number of labels that it averages over."""
+
+    def share(self, index: int) -> float:
+        """The share of a micro-batch in the batch's loss; all sum to 1."""
+
+
+class Abort:
+    """Tells the threads of a step to stop, and keeps the first error."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+        self.requested = False
+
+    def fail(self, error: BaseException) -> None:
+        """Note ``error``, unless another one came first or it is only an echo of the abort."""
+        with self._lock:
+            if self.error is None and not isinstance(error, StepAbortedError):
+                self.error = error
+            self.requested = True
+
+
+@dataclass(eq=False)
+class Step:
+    """One step, or that part of it whose micro-batches run together.
+
+    Attributes:
+        function: the user's step.
+        objective: what its outputs amount to.
+        trains: whether a backward pass follows.
+        seed: base of all randomness of the step.
+        schedule: stages, workers and micro-batches.
+        order: index of the unit at each position of the plan.
+        stage_units: the units of each stage.
+        workers: by number.
+        traits: by index of the unit.
+        parameters: all parameters of the model.
+        abort: shared by the parts of a step.
+        warn: tells the user something once.
+        on_glue: called before each stretch of user code, with the device on which it runs.
+        glue_hides_parameters: user code between calls reaches parameters without looking them up.
+    """
+
+    function: StepFunction
+    objective: Objective
+    trains: bool
+    seed: int
+    schedule: Schedule
+    order: tuple[int, ...]
+    workers: Sequence[Worker]
+    traits: Sequence[UnitTraits]
+    parameters: Sequence[Tensor]
+    abort: Abort
+    warn: Callable[[str], None]
+    on_glue: Callable[[torch.device], None]
+    glue_hides_parameters: bool = False
+    user_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.gate = TicketGate(self.schedule)
+        devices = [worker.device for worker in self.workers]
+        self._device_shared = len(set(devices)) < len(devices)
+
+    @property
+    def wants_observation(self) -> bool:
+        """Whether operations of micro-batches are still of interest."""
+        return self.objective.wants_observation
+
+    def must_lock(self, draws: tuple[bool, ...]) -> bool:
+        """Whether a unit that draws from (host, device) generators shares one with another thread."""
+        host, *device = draws
+        return host or (any(device) and self._device_shared)
+
+    def stage_parameters(self, stage: int) -> list[Tensor]:
+        """The parameters of the units that ``stage`` is planned to run."""
+        units = dict.fromkeys(self.order[call] for call in self.schedule.plan.stages[stage].calls)
+        return [parameter for unit in units for parameter in self.traits[unit].unit.parameters]
+
+    def check_aborted(self) -> None:
+        """Raise if another micro-batch has failed.
+
+        Raises:
+            StepAbortedError: it has.
+        """
+        if self.abort.requested:
+            raise StepAbortedError
+
+    @staticmethod
+    def take_home(output: Any) -> Any:
+        """What is kept of a micro-batch's output: without graphs, in host memory."""
+        return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output)

@@ -1,0 +1,468 @@
+"""`RoundPipeStrategy`: Lightning's calls, answered by the runtime. No algorithm lives here."""
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import move_data_to_device, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from lightning_roundpipe.plan.partition import balanced_evaluation_plan, balanced_plan
+from lightning_roundpipe.precision import RoundPipePrecision
+from lightning_roundpipe.publish import publish_gradients
+from lightning_roundpipe.runtime.executor import Executor, StepResult
+from lightning_roundpipe.runtime.hazards import switched_off
+from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
+from lightning_roundpipe.runtime.objective import BatchObjective, LossWeight
+from lightning_roundpipe.runtime.randomness import counted_seed
+from lightning_roundpipe.runtime.stats import StepStats
+from lightning_roundpipe.runtime.units import find_units
+from lightning_roundpipe.step_log import StepLog
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["RoundPipeStrategy"]
+
+_log = logging.getLogger(__name__)
+
+_HOST = torch.device("cpu")
+_CHECKPOINT_KEY = "roundpipe"
+_STEP_KINDS = ("training", "validation", "test", "predict")
+# Enough for stages to overlap on a few workers, and independent of their number as long as that is small.
+_AUTO_MICROBATCHES = 4
+
+
+class RoundPipeStrategy(ParallelStrategy):
+    """Trains a model whose weights, gradients and optimizer state stay in host memory.
+
+    The model is cut into units (its layers). Each batch is split into micro-batches, and a thread per micro-batch runs
+    the ordinary ``training_step``; every call of a unit runs on the worker (GPU, or virtual CPU device) of its stage,
+    with weights that are uploaded for it. Stages are dealt to the workers round-robin. The numbers equal those of plain
+    training on the whole batch.
+
+    ``Trainer(devices=N)`` gives N workers in one process.
+
+    Args:
+        num_microbatches: into how many micro-batches to split each batch; ``"auto"``: 4, or the number of workers if that
+            is larger. There are never more than samples.
+        units: ``"auto"``, or class names and dotted paths of modules that must be units.
+        loss_weight: what a micro-batch's loss counts for in the batch's: ``"samples"``; ``"tokens"``, the labels that
+            are not ignored (-100); ``"auto"``, tokens if the batch has labels of which some are ignored, else samples;
+            or a function of a micro-batch, or its dotted import path, that returns a weight.
+        optimizer_overlap: ``"off"``: the optimizer steps when all gradients are complete, as in a plain Trainer.
+        workers_per_device: number of workers that share each device.
+        split_rules: how to split named parts of a batch whose shape does not tell: key or path (patterns allowed) to the
+            dim to split on, or ``"replicate"``.
+        accelerator: see `lightning.pytorch.strategies.Strategy`.
+        checkpoint_io: see there.
+        precision_plugin: see there; by default what ``Trainer(precision=...)`` says.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    Source: RoundPipe, arXiv 2604.27085.
+    """
+
+    strategy_name = "roundpipe"
+
+    def __init__(
+        self,
+        num_microbatches: int | str = "auto",
+        units: str | list[str] = "auto",
+        loss_weight: str | Callable[[Any], float] = "auto",
+        optimizer_overlap: str = "off",
+        workers_per_device: int = 1,
+        split_rules: dict[str, int | str] | None = None,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        if num_microbatches != "auto" and (not isinstance(num_microbatches, int) or num_microbatches < 1):
+            raise ValueError(f"`num_microbatches` must be 'auto' or at least 1, but got {num_microbatches!r}.")
+        if not isinstance(workers_per_device, int) or workers_per_device < 1:
+            raise ValueError(f"`workers_per_device` must be at least 1, but got {workers_per_device!r}.")
+        if optimizer_overlap != "off":
+            raise ValueError(f"`optimizer_overlap` must be 'off', but got {optimizer_overlap!r}.")
+        self._num_microbatches = num_microbatches
+        self._units = units
+        self._loss_weight = _resolve_loss_weight(loss_weight)
+        self._optimizer_overlap = optimizer_overlap
+        self._workers_per_device = workers_per_device
+        self._split_rules = dict(split_rules or {})
+        self._num_nodes = 1
+        self._executor: Executor | None = None
+        self._step_log: StepLog | None = None
+        self._labels_shifted: bool | None = None
+        self._base_seed: int | None = None
+        self._step_stats: StepStats | None = None
+        self.poison_masters = False
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make ``Trainer(strategy="roundpipe")`` known; called when this package is imported."""
+        strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+    # ------------------------------------------------------------------ one process, whatever the number of workers
+
+    @property
+    def root_device(self) -> torch.device:
+        """The first worker's device; ``self.device`` of the LightningModule outside of steps."""
+        return self.parallel_devices[0] if self.parallel_devices else _HOST
+
+    @property
+    def is_distributed(self) -> bool:
+        """False: samplers, tuners and ``sync_dist`` behave as on a single device."""
+        return False
+
+    @property
+    def world_size(self) -> int:
+        """1: there is one process."""
+        return 1
+
+    @property
+    def global_rank(self) -> int:
+        """0: there is one process."""
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        """0: there is one process."""
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        """0: there is one process."""
+        return 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """One replica sees all data."""
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise MisconfigurationException(
+                f"RoundPipeStrategy drives the GPUs of one machine, but got `num_nodes={num_nodes}`. Use"
+                " `Trainer(num_nodes=1, devices=N)`."
+            )
+        self._num_nodes = num_nodes
+
+    def set_world_ranks(self) -> None:
+        """Refuse a launcher that starts several processes; called when the Trainer is built."""
+        environment = self.cluster_environment
+        if environment is not None and environment.world_size() > 1:
+            raise MisconfigurationException(
+                f"RoundPipeStrategy drives all GPUs of a machine from one process, but {type(environment).__name__} says"
+                f" that there are {environment.world_size()} processes. Start one process (plain `python`, or"
+                " `torchrun --nproc-per-node 1`) with `Trainer(devices=N)`."
+            )
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Identity: there is one process."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Identity: there is one process."""
+        return tensor
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Identity: there is one process."""
+        return obj
+
+    def barrier(self, name: str | None = None) -> None:
+        """Nothing to wait for: there is one process."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Identity: there is one process."""
+        return decision
+
+    # ------------------------------------------------------------------ precision
+
+    @property
+    def precision_plugin(self) -> RoundPipePrecision:
+        """The precision plugin; one of Lightning's own is replaced by ours that does the same."""
+        return RoundPipePrecision.adopt(self._precision_plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # None stays None: Lightning takes it for "the Trainer's `precision` decides".
+        self._precision_plugin = None if precision_plugin is None else RoundPipePrecision.adopt(precision_plugin)
+
+    # ------------------------------------------------------------------ life cycle
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build on the host: the model need not fit one GPU."""
+        with _EmptyInit(enabled=bool(empty_init)), _HOST, self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: "Trainer") -> None:
+        """Check the model, make its optimizers and the executor. The model stays where it is, on the host."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        fits = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        module = self._module
+        self._check_devices()
+        self._check_module(module, fits)
+        self.model = self.precision_plugin.convert_module(self.model)
+        if fits:
+            self.optimizers, self.lr_scheduler_configs = [], []
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if self._base_seed is None:
+            self._base_seed = torch.initial_seed() % 2**63
+        self._step_log = StepLog(module)
+        assert self.parallel_devices is not None
+        self._executor = Executor(
+            root=module,
+            units=find_units(module, self._units),
+            devices=[_indexed(device) for device in self.parallel_devices] * self._workers_per_device,
+            plan_training=balanced_plan,
+            plan_evaluation=balanced_evaluation_plan,
+            warn=rank_zero_warn,
+            on_glue=lambda device: setattr(module, "_device", device),
+        )
+        _log.debug("units: %s", ", ".join(map(str, self._executor.units)))
+
+    def _check_devices(self) -> None:
+        if self.root_device.type not in ("cpu", "cuda"):
+            raise MisconfigurationException(
+                f"RoundPipeStrategy runs on GPUs (CUDA) or on virtual CPU workers, but the device is {self.root_device}."
+                " Use `Trainer(accelerator='gpu')` or `Trainer(accelerator='cpu')`."
+            )
+        left_out = torch.cuda.device_count() - len(self.parallel_devices or ()) if self.root_device.type == "cuda" else 0
+        if left_out > 0 and torch._utils._running_in_notebook() if hasattr(torch._utils, "_running_in_notebook") else 0:
+            rank_zero_info(f"{left_out} visible GPUs are not used; pass `Trainer(devices={torch.cuda.device_count()})`.")
+
+    def _check_module(self, module: "LightningModule", fits: bool) -> None:
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        if missing := [name for name, tensor in tensors if tensor.is_meta]:
+            raise ValueError(
+                f"All parameters and buffers must have values before training, but these are on the meta device:"
+                f" {_listed(missing)}. Load or initialise them in `configure_model` (for example"
+                " `module.to_empty(device='cpu')`, then load a state dict)."
+            )
+        if moved := [name for name, tensor in tensors if tensor.device.type != "cpu"]:
+            raise ValueError(
+                f"Weights stay in host memory under RoundPipeStrategy, but these are elsewhere: {_listed(moved)}. Build the"
+                " model on the CPU, and do not move it."
+            )
+        if not fits:
+            return
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                "RoundPipeStrategy does not support manual optimization (`automatic_optimization = False`) yet: the"
+                " backward pass is driven by the strategy. Use automatic optimization, or another strategy."
+            )
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise MisconfigurationException(
+                "RoundPipeStrategy splits each batch into micro-batches, which a `training_step(dataloader_iter)` does not"
+                " allow. Take `(batch, batch_idx)` instead."
+            )
+        if self._num_microbatches != 1 and any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+            rank_zero_warn(
+                "The model has batch normalisation: its statistics are those of each micro-batch, in their order, not of"
+                " the whole batch. `RoundPipeStrategy(num_microbatches=1)` keeps whole batches."
+            )
+
+    def model_to_device(self) -> None:
+        """Nothing to do: the weights stay on the host."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states; they stay on the host, with the weights."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write an ordinary Lightning checkpoint, and the base of the step's randomness with it."""
+        if self._base_seed is not None:
+            checkpoint[_CHECKPOINT_KEY] = {"base_seed": self._base_seed}
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; one of ours continues with the same randomness."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        if _CHECKPOINT_KEY in checkpoint:
+            self._base_seed = int(checkpoint[_CHECKPOINT_KEY]["base_seed"])
+        return checkpoint
+
+    def teardown(self) -> None:
+        """Drop the executor. May be called before `setup`, after an error, and twice."""
+        self._executor = None
+        self._step_log = None
+        self._base_seed = None
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state["_executor"] = state["_step_log"] = None
+        return state
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def step_stats(self) -> StepStats | None:
+        """What the last step did; None before the first."""
+        return self._step_stats
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers: devices times `workers_per_device`."""
+        return len(self.parallel_devices or ()) * self._workers_per_device
+
+    @property
+    def _module(self) -> "LightningModule":
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Run the transfer hooks, but leave the batch on the host: a micro-batch goes to the worker that starts it."""
+        return super().batch_to_device(batch, _HOST, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` and its backward, micro-batch by micro-batch.
+
+        Gradients are kept until Lightning calls `backward` on the returned loss (it calls ``zero_grad`` in between).
+        """
+        scale = self.precision_plugin.loss_scale
+        with self.precision_plugin.train_step_context():
+            result, micro_batches, objective = self._run("training", args, kwargs, scale)
+        shares = objective.shares()
+        counted = [
+            (loss, share) for loss, share in zip(result.losses, shares, strict=True) if loss is not None and share > 0
+        ]
+        if not counted:
+            return None
+        total = torch.stack([loss.double().reshape(()) * share for loss, share in counted]).sum()
+        dtype = torch.promote_types(counted[0][0].dtype, torch.float32)
+        loss = publish_gradients(total.to(dtype), result.gradients, scale)
+        if not isinstance(result.outputs[0], Mapping) and not any(isinstance(out, Mapping) for out in result.outputs):
+            return loss
+        outputs = merge(result.outputs, shares, [micro_batch.num_samples for micro_batch in micro_batches])
+        return {**outputs, "loss": loss}
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step`` for every micro-batch and merge what it returns."""
+        return self._evaluate("validation", self.precision_plugin.val_step_context(), args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``test_step`` for every micro-batch and merge what it returns."""
+        return self._evaluate("test", self.precision_plugin.test_step_context(), args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``predict_step`` for every micro-batch and merge what it returns."""
+        return self._evaluate("predict", self.precision_plugin.predict_step_context(), args, kwargs)
+
+    def _evaluate(
+        self, kind: str, context: AbstractContextManager[None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with context:
+            result, micro_batches, objective = self._run(kind, args, kwargs)
+        return merge(
+            result.outputs, objective.shares(), [micro_batch.num_samples for micro_batch in micro_batches]
+        )
+
+    def _run(
+        self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float = 1.0
+    ) -> tuple[StepResult, Sequence[MicroBatch], BatchObjective]:
+        assert self._executor is not None
+        assert self._step_log is not None
+        module, executor, step_log = self._module, self._executor, self._step_log
+        trains = kind == "training"
+        executor.poison_masters = self.poison_masters
+        step = getattr(module, f"{kind}_step")
+        batch, *rest = args
+        micro_batches = split(batch, self._count_microbatches(), self._split_rules)
+        objective = BatchObjective(
+            self._loss_weight,
+            micro_batches,
+            module,
+            labels_shifted=self._labels_shifted,
+            scale=scale,
+            watch=not trains,
+        )
+
+        def function(index: int, device: torch.device) -> Any:
+            micro_batch = micro_batches[index]
+            data = micro_batch.data if device == _HOST else move_data_to_device(micro_batch.data, device)
+            with step_log.micro_batch(index, micro_batch.num_samples):
+                return step(data, *rest, **kwargs)
+
+        with ExitStack() as stack:
+            stack.callback(setattr, module, "_device", module._device)
+            stack.enter_context(step_log.capture())
+            if trains:
+                stack.enter_context(switched_off(module, executor.warn_once))
+            result = executor.run(
+                kind,
+                function,
+                [micro_batch.num_samples for micro_batch in micro_batches],
+                objective,
+                trains=trains,
+                seed=self._seed(kind, rest),
+            )
+        self._labels_shifted = objective.labels_shifted
+        self._step_stats = result.stats
+        step_log.flush(result.losses if trains else objective.seen, objective.shares())
+        return result, micro_batches, objective
+
+    def _count_microbatches(self) -> int:
+        if isinstance(self._num_microbatches, int):
+            return self._num_microbatches
+        return max(_AUTO_MICROBATCHES, self.num_workers)
+
+    def _seed(self, kind: str, indices: Sequence[Any]) -> int:
+        """A seed for the step, the same when training is resumed in the middle of an epoch."""
+        assert self._base_seed is not None
+        trainer = self._module.trainer
+        batches = trainer.fit_loop.epoch_loop.total_batch_idx
+        places = [] if kind == "training" else [int(index) for index in indices]
+        return counted_seed(self._base_seed, _STEP_KINDS.index(kind), batches, *places)
+
+
+def _resolve_loss_weight(loss_weight: str | Callable[[Any], float]) -> LossWeight:
+    if not isinstance(loss_weight, str) or "." not in loss_weight:
+        return loss_weight
+    module, _, name = loss_weight.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"`loss_weight` must be 'auto', 'samples', 'tokens', a function or its import path, but {loss_weight!r} can"
+            f" not be imported: {error}."
+        ) from error
+    if not callable(function):
+        raise ValueError(f"`loss_weight` must name a function, but {loss_weight!r} is a {type(function).__name__}.")
+    weight: LossWeight = function
+    return weight
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+
+
+def _listed(names: Sequence[str], limit: int = 5) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,1 @@
+"""Models, batches and comparisons that several test files share."""

@@ -1,0 +1,65 @@
+"""Every example runs as a user would run it, on a tiny setting, under our strategy and in plain Lightning."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import pytest
+import torch
+
+from lightning_roundpipe import RoundPipeStrategy
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TINY_CAUSAL_LM = ["--steps", "3", "--batch-size", "4", "--sequence-length", "32", "--hidden-size", "32", "--layers", "3"]
+
+
+class ImportExample(Protocol):
+    def __call__(self, name: str) -> ModuleType: ...
+
+
+@pytest.fixture
+def import_example(monkeypatch: pytest.MonkeyPatch) -> ImportExample:
+    """Imports an example from its folder, which is on the path as it is for a script."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module
+
+
+def test_causal_lm_learns_saves_and_writes(
+    import_example: ImportExample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = import_example("finetune_causal_lm")
+    losses = example.main([*TINY_CAUSAL_LM, "--sample-bytes", "8", "--output", str(tmp_path)])
+
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    printed = capsys.readouterr().out
+    assert "bubble ratio:" in printed
+    assert "def __init__(self, " in printed
+    assert (tmp_path / "model.ckpt").exists()
+
+
+def test_causal_lm_gives_the_losses_of_plain_lightning(import_example: ImportExample, tmp_path: Path) -> None:
+    example = import_example("finetune_causal_lm")
+    arguments = [*TINY_CAUSAL_LM, "--sample-bytes", "1"]
+    ours = example.main([*arguments, "--output", str(tmp_path / "roundpipe")])
+    plain = example.main([*arguments, "--strategy", "auto", "--output", str(tmp_path / "plain")])
+
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["roundpipe", "auto"])
+def test_vit_digits_reports_an_accuracy(import_example: ImportExample, tmp_path: Path, strategy: str) -> None:
+    example = import_example("vit_digits")
+    arguments = ["--epochs", "2", "--steps", "8", "--strategy", strategy, "--output", str(tmp_path)]
+
+    assert example.main(arguments) > 0.2  # guessing gives 0.1
+
+
+def test_cli_builds_the_strategy_from_the_file(import_example: ImportExample, tmp_path: Path) -> None:
+    example = import_example("cli")
+    config = str(EXAMPLES / "cli_config.yaml")
+    cli = example.main(["fit", "--config", config, "--trainer.fast_dev_run", "2"])
+
+    assert isinstance(cli.trainer.strategy, RoundPipeStrategy)
+    assert cli.trainer.global_step == 2
