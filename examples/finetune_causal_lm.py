@@ -37,7 +37,7 @@ class StandardLibrary(L.LightningDataModule):
         sequence_length: Bytes in a row.
     """
 
-    def __init__(self, batch_size: int = 16, sequence_length: int = 128) -> None:
+    def __init__(self, batch_size: int = 16, sequence_length: int = 64) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.sequence_length = sequence_length
@@ -72,7 +72,7 @@ class CausalLM(L.LightningModule):
         learning_rate: Peak of the one-cycle schedule.
     """
 
-    def __init__(self, hidden_size: int = 128, num_layers: int = 6, learning_rate: float = 4e-3) -> None:
+    def __init__(self, hidden_size: int = 128, num_layers: int = 6, learning_rate: float = 3e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.learning_rate = learning_rate
@@ -87,6 +87,7 @@ class CausalLM(L.LightningModule):
                 head_dim=hidden_size // 4,
                 max_position_embeddings=1024,
                 tie_word_embeddings=True,
+                use_cache=False,  # a cache of keys and values is for writing; training has no use for it
                 bos_token_id=None,
                 eos_token_id=END_OF_FILE,
                 pad_token_id=END_OF_FILE,
@@ -103,7 +104,7 @@ class CausalLM(L.LightningModule):
 
     def _loss(self, batch: Sequence[Tensor]) -> Tensor:
         (rows,) = batch
-        return self.model(input_ids=rows, labels=rows, use_cache=False).loss
+        return self.model(input_ids=rows, labels=rows).loss
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
@@ -122,6 +123,7 @@ class CausalLM(L.LightningModule):
             max_new_tokens=num_bytes,
             do_sample=True,
             temperature=0.7,
+            use_cache=True,
         )
         return bytes(token for token in tokens[0].tolist() if token != END_OF_FILE).decode(errors="replace")
 
@@ -143,9 +145,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--devices", type=int, default=4, help="workers; plain Lightning always uses one device")
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=150, help="at most one epoch")
+    parser.add_argument("--steps", type=int, default=200, help="at most one epoch")
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--sequence-length", type=int, default=128)
+    parser.add_argument("--sequence-length", type=int, default=64)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--sample-bytes", type=int, default=300, help="length of the generated continuation")
@@ -181,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         limit_train_batches=args.steps,
         val_check_interval=max(1, args.steps // 2),
         limit_val_batches=8,
+        gradient_clip_val=1.0,
         log_every_n_steps=10,
         callbacks=callbacks,
         logger=CSVLogger(args.output),

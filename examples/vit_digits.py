@@ -1,5 +1,7 @@
 """Trains a small transformers vision transformer on the digits that come with scikit-learn.
 
+Like the other examples, it runs in plain Lightning as well, on virtual workers and on GPUs:
+
     python examples/vit_digits.py
     python examples/vit_digits.py --strategy auto
     python examples/vit_digits.py --accelerator gpu --devices 1 --micro-batches 8
@@ -26,13 +28,15 @@ NUM_CLASSES = 10
 
 
 class Digits(L.LightningDataModule):
-    """The 1,797 handwritten digits of scikit-learn, 8 x 8 grey pixels each: 70 % to train, 15 % each to validate and test.
+    """The 1,797 handwritten digits of scikit-learn, 8 x 8 grey pixels each.
+
+    70 % are for training, 15 % for validation and 15 % for the test.
 
     Args:
         batch_size: Images in a batch.
     """
 
-    def __init__(self, batch_size: int = 64) -> None:
+    def __init__(self, batch_size: int = 32) -> None:
         super().__init__()
         self.batch_size = batch_size
 
@@ -62,7 +66,7 @@ class DigitClassifier(L.LightningModule):
         learning_rate: Step size of AdamW.
     """
 
-    def __init__(self, hidden_size: int = 64, num_layers: int = 4, learning_rate: float = 2e-3) -> None:
+    def __init__(self, hidden_size: int = 64, num_layers: int = 3, learning_rate: float = 2e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.learning_rate = learning_rate

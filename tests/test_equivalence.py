@@ -56,7 +56,7 @@ def test_reference_repeats_itself(name: str) -> None:
     case = CASES[name]
     first, second = train(case.module, case.batches()), train(case.module, case.batches())
     assert_results_equal(first, second)
-    with pytest.raises(AssertionError, match="tensor model.lm_head.weight|tensor head.weight"):
+    with pytest.raises(AssertionError, match=r"tensor \S*embed\S*.weight: relative difference"):
         assert_results_close(first, train(case.module, case.batches()[::-1]), rtol=1e-5)
 
 
@@ -79,7 +79,7 @@ def test_nothing_bypasses_the_store(case: Case) -> None:
     assert_equivalent(case, devices=2, num_microbatches=2, during=lambda trainer: poison_masters(trainer.strategy))
 
 
-@pytest.mark.parametrize("units", [["Block"], ["blocks.1", "head"], ["Residual"], "auto"], ids=str)
+@pytest.mark.parametrize("units", [["Block"], ["blocks.1", "head"], ["Linear", "Embedding"]], ids=str)
 def test_units_given_by_hand(units: Any) -> None:
     assert_equivalent(CASES["residual"], devices=2, num_microbatches=2, units=units)
 
@@ -204,7 +204,7 @@ def test_ambiguous_tensor_is_refused_by_name() -> None:
     """(3, B, S) position ids cannot be told from a batch of three rows."""
     batch = {
         "inputs": torch.randn(3, 16), "classes": torch.zeros(3, dtype=torch.long), "scale": torch.tensor(1.0),
-        "position_ids": torch.zeros(3, 3, 8),
+        "position_ids": torch.zeros(3, 3, 8, dtype=torch.long),
     }  # fmt: skip
     trainer = trainer_for(RoundPipeStrategy(num_microbatches=3), devices=2)
     with pytest.raises(Exception, match="position_ids"):

@@ -11,7 +11,7 @@ import torch
 from lightning_roundpipe import RoundPipeStrategy
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TINY_CAUSAL_LM = ["--steps", "3", "--batch-size", "4", "--sequence-length", "32", "--hidden-size", "32", "--layers", "3"]
+TINY_CAUSAL_LM = ["--steps=3", "--batch-size=4", "--sequence-length=32", "--hidden-size=32", "--layers=3"]
 
 
 class ImportExample(Protocol):

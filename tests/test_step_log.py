@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -240,9 +241,15 @@ def run(
     return recorder, logger, model
 
 
+@cache
+def plain_run(make_model: Callable[[], LightningModule], ignore: bool) -> tuple[Recorder, MemoryLogger]:
+    recorder, logger, _ = run("auto", make_model, ignore)
+    return recorder, logger
+
+
 def assert_same_run(make_model: Callable[[], LightningModule], strategy: str, ignore: bool = False) -> Recorder:
     """Compares a run in micro-batches with a plain one; returns what the plain one showed."""
-    plain, plain_logger, _ = run("auto", make_model, ignore)
+    plain, plain_logger = plain_run(make_model, ignore)
     split, split_logger, _ = run(STRATEGIES[strategy](), make_model, ignore)
     assert len(plain.seen) == len(split.seen)
     for (where, expected), (split_where, found) in zip(plain.seen, split.seen, strict=True):
@@ -275,9 +282,13 @@ def log_values(self: LoggingModel, prefix: str, loss: Tensor, logits: Tensor, y:
     self.log(f"{prefix}/default", 2 * per_sample.mean())
 
 
+def model_with_values() -> LoggingModel:
+    return LoggingModel(log_values)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_values_are_those_of_the_whole_batch(strategy: str) -> None:
-    plain = assert_same_run(lambda: LoggingModel(log_values), strategy)
+    plain = assert_same_run(model_with_values, strategy)
     epoch = dict(plain.seen)["train epoch"]
     assert {"train/loss_step", "train/loss_epoch", "in_layer_epoch"} <= epoch["logged"].keys()
     assert "train/min_epoch" not in epoch["logged"]
@@ -303,7 +314,7 @@ def log_metrics(self: LoggingModel, prefix: str, loss: Tensor, logits: Tensor, y
     mse(logits[:, 2], logits[:, 3])
     self.log("mse_again", mse, on_step=True, on_epoch=False)
     # Without `forward` there is no step value.
-    metrics["updated"].update(logits.mean())
+    metrics["updated"].update(logits.mean(1))
     self.log("updated", metrics["updated"], on_step=False, on_epoch=True)
     values = metrics["collection"](logits, y)
     self.log_dict(metrics["collection"], on_step=True, on_epoch=True)
@@ -323,20 +334,22 @@ class ShiftedAccuracy(MulticlassAccuracy):
 
 
 def metrics_of_one_loop() -> nn.ModuleDict:
-    return nn.ModuleDict({
-        "accuracy": MulticlassAccuracy(NUM_CLASSES, average="micro"),
-        "f1": MulticlassF1Score(NUM_CLASSES),
-        "auroc": MulticlassAUROC(NUM_CLASSES, thresholds=20),
-        "pearson": PearsonCorrCoef(),
-        "mse": MeanSquaredError(),
-        "updated": MeanMetric(),
-        "collection": MetricCollection(
-            {"precision": MulticlassPrecision(NUM_CLASSES), "recall": MulticlassRecall(NUM_CLASSES)}, prefix="all_"
-        ),
-        "ratio": MeanMetric() / MaxMetric(),
-        "running": RunningMean(window=2),
-        "shifted": ShiftedAccuracy(NUM_CLASSES),
-    })
+    return nn.ModuleDict(
+        {
+            "accuracy": MulticlassAccuracy(NUM_CLASSES, average="micro"),
+            "f1": MulticlassF1Score(NUM_CLASSES),
+            "auroc": MulticlassAUROC(NUM_CLASSES, thresholds=20),
+            "pearson": PearsonCorrCoef(),
+            "mse": MeanSquaredError(),
+            "updated": MeanMetric(),
+            "collection": MetricCollection(
+                {"precision": MulticlassPrecision(NUM_CLASSES), "recall": MulticlassRecall(NUM_CLASSES)}, prefix="all_"
+            ),
+            "ratio": MeanMetric() / MaxMetric(),
+            "running": RunningMean(window=2),
+            "shifted": ShiftedAccuracy(NUM_CLASSES),
+        }
+    )
 
 
 def model_with_metrics() -> LoggingModel:
@@ -364,10 +377,14 @@ def log_losses(self: LoggingModel, prefix: str, loss: Tensor, logits: Tensor, y:
     self.log(f"{prefix}/twice", (2 * loss).nan_to_num(), on_step=True, batch_size=int((y != IGNORED).sum()))
 
 
+def model_with_losses() -> LoggingModel:
+    return LoggingModel(log_losses)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loss_over_tokens_is_weighted_as_it_is_optimized(strategy: str) -> None:
     # In three samples of a batch nothing counts: their micro-batch has a loss of 0 / 0 and no weight.
-    plain = assert_same_run(lambda: LoggingModel(log_losses), strategy, ignore=True)
+    plain = assert_same_run(model_with_losses, strategy, ignore=True)
     assert first(plain, "train batch")["train/loss_step"] > 0
 
 
@@ -379,7 +396,7 @@ def test_each_key_reaches_lightning_once_per_batch(monkeypatch: pytest.MonkeyPat
         "log",
         lambda self, name, *args, **kwargs: (calls.append(name), real(self, name, *args, **kwargs)),
     )
-    run(MicroBatchStrategy((2, 2, 2, 2)), lambda: LoggingModel(log_losses))
+    run(MicroBatchStrategy((2, 2, 2, 2)), model_with_losses)
     # Two epochs of three training batches; the sanity check, then two validations of two loaders of two batches.
     assert calls.count("train/loss") == 6
     assert calls.count("val/loss") == 4 + 2 * 4

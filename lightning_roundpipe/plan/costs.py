@@ -19,10 +19,11 @@ class CallCost:
         weight_bytes: bytes that a worker uploads to run the call (compute dtype).
         gradient_bytes: bytes that a worker downloads after the call's backward stage; 0 for frozen weights.
         optimizer_bytes: host memory that an update of the call's weights reads and writes.
-        sum_bytes: host memory that adding the gradient of one more replica group reads and writes.
+        sum_bytes: host memory that the sum of the gradients of several replica groups writes.
         input_bytes: bytes of inputs that the host keeps from forward to backward, for each micro-batch.
         graph_bytes: bytes that the call's autograd graph holds on the worker from its forward to its backward.
         working_bytes: largest extra bytes on the worker while the call runs.
+        host_bytes: host memory for the call's weights, gradients and optimizer state.
     """
 
     forward_s: float
@@ -35,6 +36,7 @@ class CallCost:
     input_bytes: int = 0
     graph_bytes: int = 0
     working_bytes: int = 0
+    host_bytes: int = 0
 
 
 def stage_seconds(costs: Sequence[CallCost], stage: Stage) -> tuple[float, float]:

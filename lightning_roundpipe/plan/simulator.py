@@ -259,7 +259,8 @@ class _Simulation:
         self._landings = [list(self._num_landings) for _ in range(num_steps)]
         self._updates = [[0] * plan.num_stages for _ in range(num_steps)]
         self._kept_on_the_way = [[0] * self._num_microbatches for _ in range(num_steps)]
-        self._incomplete = [sum(self._num_landings) + plan.num_calls * plan.trains] * num_steps
+        self._unsummed = [sum(map(bool, self._num_landings))] * num_steps
+        self._incomplete = [self._unsummed[0] + plan.num_calls] * num_steps
         if not plan.trains:
             self._incomplete = [self._num_microbatches] * num_steps
         self._delay = {Boundary.SYNC: 0, Boundary.EXACT: 1, Boundary.STALE: 2}[boundary]
@@ -371,27 +372,33 @@ class _Simulation:
             self._workers[index].num_freed += 1
             self._upload(index)
             if self._backward[job.stage] and self._plan.trains:
-                self._add_gradients(job)
+                self._land(job)
 
         self._move(Lane.D2H, index, _Priority.WEIGHTS, self._gradient_bytes[job.stage], landed)
 
-    def _add_gradients(self, job: _Job) -> None:
-        stage = self._plan.stages[job.stage]
-        is_first = self._landings[job.step][job.stage] == self._num_landings[job.stage]
-        sum_bytes = 0 if is_first else sum(self._costs[call].sum_bytes for call in stage.calls)
+    def _land(self, job: _Job) -> None:
+        """Counts the landed gradients of a stage; the last ones are summed with those of the other groups.
 
-        def added() -> None:
-            self._landings[job.step][job.stage] -= 1
-            self._complete(job.step)
-            if self._boundary is Boundary.SYNC:
-                if not any(self._landings[job.step]):
-                    for call in range(self._plan.num_calls):
-                        self._update(job.step, call)
-            elif self._landings[job.step][job.stage] == 0:
-                for call in stage.calls:
-                    self._update(job.step, call)
+        One pass over all of them reads each once, and its order, hence its result, does not depend on who was first.
+        """
+        self._landings[job.step][job.stage] -= 1
+        if self._landings[job.step][job.stage]:
+            return
+        calls = self._costs[slice(self._plan.stages[job.stage].start, self._plan.stages[job.stage].stop)]
+        landings = self._num_landings[job.stage]
+        sum_bytes = sum(landings * call.gradient_bytes + call.sum_bytes for call in calls) if landings > 1 else 0
+        self._move(Lane.CPU, 0, _Priority.WEIGHTS, self._streams * sum_bytes, lambda: self._sum(job))
 
-        self._move(Lane.CPU, 0, _Priority.WEIGHTS, sum_bytes, added)
+    def _sum(self, job: _Job) -> None:
+        """Gradients of a stage are complete: their updates may begin, at once or when all others are complete."""
+        self._complete(job.step)
+        self._unsummed[job.step] -= 1
+        if self._boundary is not Boundary.SYNC:
+            for call in self._plan.stages[job.stage].calls:
+                self._update(job.step, call)
+        elif self._unsummed[job.step] == 0:
+            for call in range(self._plan.num_calls):
+                self._update(job.step, call)
 
     def _update(self, step: int, call: int) -> None:
         def updated() -> None:

@@ -92,18 +92,29 @@ class Scope:
         """Running code assigned the buffer anew."""
         self._assigned[id(table), name] = table, value
 
-    def write_buffers(self) -> dict[tuple[int, str], Tensor]:
+    def write_buffers(self, silent: set[tuple[int, str]], *, learn: bool) -> dict[tuple[int, str], Tensor]:
         """Carry written buffers to the host.
+
+        Args:
+            silent: buffers, by (module, name), that are written without a trace in their version counter, as those of
+                batch normalisation are.
+            learn: look for such buffers and add them.
 
         Returns:
             The host values before, by (table, name).
         """
         before = {}
         for key, (table, copy, version) in self._buffers.items():
-            if key in self._assigned or _version(copy) == version:
+            if key in self._assigned:
                 continue
             host = table.host(key[1])
             assert host is not None
+            if _version(copy) == version:
+                name = id(table.owner), key[1]
+                if learn and not torch.equal(copy, self.worker.move(host)):
+                    silent.add(name)
+                if name not in silent:
+                    continue
             before[key] = host.detach().clone()
             with torch.no_grad():
                 host.copy_(copy)

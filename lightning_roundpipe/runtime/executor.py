@@ -83,6 +83,7 @@ class Executor:
         self._orders: dict[str, _Order] = {}
         self._warned: set[str] = set()
         self._glue_hides_parameters = False
+        self._silent_buffers: set[tuple[int, str]] = set()
 
     def run(
         self,
@@ -127,6 +128,7 @@ class Executor:
                 workers=self.workers,
                 traits=self._traits,
                 parameters=parameters,
+                silent_buffers=self._silent_buffers,
                 abort=abort,
                 warn=self.warn_once,
                 on_glue=self.on_glue,

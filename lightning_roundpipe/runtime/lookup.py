@@ -56,10 +56,11 @@ def resolving(resolver: Resolver) -> Iterator[None]:
 class LookupDict(dict[str, Any]):
     """Stands in for ``module._parameters`` or ``module._buffers`` during a step."""
 
-    __slots__ = ("is_buffers",)
+    __slots__ = ("is_buffers", "owner")
 
-    def __init__(self, entries: dict[str, Any], *, is_buffers: bool) -> None:
+    def __init__(self, entries: dict[str, Any], owner: nn.Module, *, is_buffers: bool) -> None:
         super().__init__(entries)
+        self.owner = owner
         self.is_buffers = is_buffers
 
     def __getitem__(self, name: str) -> Any:
@@ -118,9 +119,9 @@ def installed(root: nn.Module, units: tuple[Unit, ...]) -> Iterator[None]:
     try:
         for module, parameters, buffers in originals:
             if parameters:
-                module.__dict__["_parameters"] = LookupDict(parameters, is_buffers=False)
+                module.__dict__["_parameters"] = LookupDict(parameters, module, is_buffers=False)
             if buffers:
-                module.__dict__["_buffers"] = LookupDict(buffers, is_buffers=True)
+                module.__dict__["_buffers"] = LookupDict(buffers, module, is_buffers=True)
         for unit in units:
             unit.module.__dict__["_call_impl"] = _UnitCall(unit)
         yield

@@ -12,11 +12,11 @@ Nothing here knows workers, schedules or Lightning.
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import reduce
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -184,28 +184,51 @@ def _looks_like_boundaries(array: Any) -> bool:
     return bool((steps >= 0).all()) and not bool((steps == 1).all())
 
 
+def _sample_kind(element: Any) -> Hashable:
+    """What all samples in a list have in common; None for what says nothing, such as a number."""
+    if _is_array(element):
+        return element.ndim, element.dtype
+    if isinstance(element, Mapping):
+        return frozenset(element)
+    if isinstance(element, str | bytes):
+        return str
+    if _is_sequence(element):  # an (input, target) pair, say; a list of equal things could be anything
+        kinds = tuple(map(_sample_kind, element))
+        return kinds if len(set(kinds)) > 1 else None
+    return None
+
+
 def _are_alike(elements: Sequence[Any]) -> bool:
-    """Whether the elements of a list could be samples: texts, mappings of the same keys, or arrays of one kind."""
-    if all(isinstance(element, str | bytes) for element in elements):
-        return bool(elements)
-    if all(isinstance(element, Mapping) for element in elements):
-        return len({frozenset(element) for element in elements}) == 1
-    return all(map(_is_array, elements)) and len({(element.ndim, element.dtype) for element in elements}) == 1
+    """Whether the elements of a list could be samples: texts, mappings of the same keys, arrays of one kind, ..."""
+    kinds = {_sample_kind(element) for element in elements}
+    return len(kinds) == 1 and kinds != {None}
+
+
+def _is_collated(element: Any) -> bool:
+    """Whether a mapping looks like a batch, not a sample: its arrays agree on dim 0, no value is a number or text."""
+    if not isinstance(element, Mapping) or any(isinstance(value, str | int | float) for value in element.values()):
+        return False
+    lengths = {_length(node) for _, node in _nodes(element) if _is_array(node)}
+    return None not in lengths and len(lengths - {1}) == 1
+
+
+def _are_fields(batch: Sequence[Any]) -> bool:
+    """Whether a batch that is a list or tuple is what loaders make of (input, target) pairs: arrays of one dim 0."""
+    return all(_is_array(field) and field.ndim for field in batch) and len({len(field) for field in batch}) == 1
 
 
 def _holds_samples(sequence: Sequence[Any], size: int) -> bool:
     """Whether a list or tuple has one element for each of ``size`` samples, and not fields such as inputs and targets.
 
-    Elements that themselves have the length ``size`` are fields. Two kinds may have that length by chance and are taken
-    for samples all the same: mappings of the same keys (detection targets), and arrays of one kind of which only some
-    have it (ragged samples).
+    Elements that themselves have the length ``size`` are fields, unless they are likely to have it by chance: mappings
+    of the same keys (detection targets), pairs of the same kinds, and arrays of which only some have it (ragged ones).
     """
     if len(sequence) != size:
         return False
     has_size = [any(_length(node) == size for _, node in _nodes(element)) for element in sequence]
     if not any(has_size):
         return True
-    return _are_alike(sequence) and (isinstance(sequence[0], Mapping) or not all(has_size))
+    return _are_alike(sequence) and not (_is_array(sequence[0]) and all(has_size))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,10 +239,12 @@ def _holds_samples(sequence: Sequence[Any], size: int) -> bool:
 def batch_size(batch: Any, rules: Rules | None = None) -> int | None:
     """The number of samples in a batch.
 
-    Every part of the batch has a say and the most common answer wins: an array names its dim 0, a list or tuple of
-    texts, of mappings with the same keys, or of arrays of one kind names its length and, if its elements agree on one,
-    their batch size. Of equally common answers those other than 1 go first, then those of arrays, then the first.
-    ``cu_seqlens`` and the like are asked only if nothing else answers. A part that a rule cuts overrules all these.
+    Every part of the batch has a say and the most common answer wins. An array names its dim 0. A list or tuple of like
+    elements (texts, mappings with the same keys, arrays of one kind; not a whole batch of arrays that agree on dim 0, such
+    as inputs and targets) names its length; if they are arrays, or a whole
+    batch is a list of smaller batches, also the size that they agree on. Of equally common answers those other than 1
+    go first, then those of arrays, then the first. ``cu_seqlens`` and the like are asked only if nothing else answers.
+    A part that a rule cuts overrules all these.
 
     Args:
         batch: any tree.
@@ -249,9 +274,12 @@ def batch_size(batch: Any, rules: Rules | None = None) -> int | None:
             if rule == 0:
                 ruled.append(len(node))
                 return []
+            if not path and _are_fields(node):
+                return None
             if _are_alike(node) and not _has_rule_inside(rules, path, node):
-                inner = {batch_size(element) for element in node}
-                arrays.extend(size for size in inner if len(inner) == 1 and size is not None)
+                if _is_array(node[0]) or (not path and all(map(_is_collated, node))):
+                    inner = {batch_size(element) for element in node}
+                    arrays.extend(size for size in inner if len(inner) == 1 and size is not None)
                 lengths.append(len(node))
                 return []
         return None if _children(node) else []
@@ -334,8 +362,7 @@ class _Splitter:
 
     @property
     def _bounds(self) -> list[tuple[int, int]]:
-        stops = [sum(self.sizes[: index + 1]) for index in range(len(self.sizes))]
-        return [(stop - size, stop) for stop, size in zip(stops, self.sizes, strict=True)]
+        return [(stop - size, stop) for stop, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
 
     def _uncuttable(self, node: Any) -> str | None:
         """What a node is, if it holds samples but no view of it holds some of them."""
@@ -404,9 +431,8 @@ class _Splitter:
         if len(sequence) != size or _has_rule_inside(self.rules, path, sequence):
             return False
         lengths = [_length(node) for _, node in _nodes(sequence) if _is_array(node)]
-        every_array_has_size = all(length in (size, 1, None) for length in lengths)
-        if not path and every_array_has_size and size in lengths and isinstance(sequence[0], Mapping):
-            return False  # a pair of encodings, such as queries and documents, in a batch of two
+        if not path and size in lengths and all(map(_is_collated, sequence)):
+            return False  # a list of batches, such as queries and documents, that are of two samples
         nested = all(_is_sequence(element) and len(element) == size for element in sequence) and size not in lengths
         images = all(_is_array(element) and element.ndim == 3 and len(element) == size == 3 for element in sequence)
         if images or (path and nested):
@@ -426,10 +452,10 @@ class _Splitter:
 
 def _rule(rules: Rules, path: Path) -> int | str | None:
     """The first rule that names the node at ``path``."""
-    # Patterns do not apply to the batch itself: "*" means its parts.
-    names = (".".join(path), path[-1]) if path else ()
+    names = (".".join(path), *path[-1:])
     for pattern, rule in rules.items():
-        if pattern == ".".join(path) or pattern in names or any(fnmatchcase(name, pattern) for name in names):
+        # Literally first: a key may hold brackets. Only "" names the batch itself: "*" means its parts.
+        if pattern in names or (path and any(fnmatchcase(name, pattern) for name in names)):
             return rule
     return None
 

@@ -213,6 +213,9 @@ class MicroBatchRun:
         """A buffer is assigned anew in the running scope."""
         self._scope.assign_buffer(table, name, value)
 
+    def _write_buffers(self, scope: Scope) -> dict[tuple[int, str], Tensor]:
+        return scope.write_buffers(self._step.silent_buffers, learn=self._lane is None)
+
     # ------------------------------------------------------------------ glue
 
     def _begin_glue(self) -> None:
@@ -222,7 +225,7 @@ class MicroBatchRun:
         self._step.on_glue(self._worker.device)
 
     def _end_glue(self) -> None:
-        self._scope.write_buffers()
+        self._write_buffers(self._scope)
         if self._scope.has_trainable:
             self._glue.append(self._scope)
 
@@ -289,7 +292,7 @@ class MicroBatchRun:
         if not tracked:
             args, kwargs = tree_unflatten(leaves, structure)
             result = self._run(unit, lambda: forward(*args, **kwargs), scope, number)
-            scope.write_buffers()
+            self._write_buffers(scope)
             return result
 
         keeps_graph = self._ticket is not None and self._kind is StageKind.FUSED
@@ -325,7 +328,7 @@ class MicroBatchRun:
         with torch.set_grad_enabled(keeps_graph), record.autocast.entered():
             result = self._run(unit, lambda: forward(*args, **kwargs), scope, number)
         self._check_inputs(unit, arguments, versions)
-        record.buffers_before = scope.write_buffers()
+        record.buffers_before = self._write_buffers(scope)
         self._records.append(record)
 
         outputs, output_structure = tree_flatten(result)

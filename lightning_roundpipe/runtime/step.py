@@ -70,6 +70,7 @@ class Step:
         workers: by number.
         traits: by index of the unit.
         parameters: all parameters of the model.
+        silent_buffers: see `Scope.write_buffers`.
         abort: shared by the parts of a step.
         warn: tells the user something once.
         on_glue: called before each stretch of user code, with the device on which it runs.
@@ -85,6 +86,7 @@ class Step:
     workers: Sequence[Worker]
     traits: Sequence[UnitTraits]
     parameters: Sequence[Tensor]
+    silent_buffers: set[tuple[int, str]]
     abort: Abort
     warn: Callable[[str], None]
     on_glue: Callable[[torch.device], None]

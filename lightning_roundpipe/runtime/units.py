@@ -78,7 +78,7 @@ def find_units(root: nn.Module, units: str | Sequence[str] = "auto") -> tuple[Un
 def _named_modules(root: nn.Module, units: str | Sequence[str]) -> dict[int, str]:
     names = [units] if isinstance(units, str) else list(units)
     wanted: dict[int, str] = {}
-    candidates = [(path, module) for path, module in root.named_modules() if path and _has_parameters(module)]
+    candidates = [(path, module) for path, module in root.named_modules() if _has_parameters(module)]
     for name in names:
         matches = [(path, module) for path, module in candidates if name in (path, type(module).__name__)]
         if not matches:

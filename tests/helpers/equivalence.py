@@ -64,7 +64,7 @@ class _Recorder(L.Callback):
         self.learning_rates: list[float] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *args: Any) -> None:
-        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self.losses.append(None if loss is None else loss.detach().clone())
         if trainer.optimizers:
             self.learning_rates.append(trainer.optimizers[0].param_groups[0]["lr"])

@@ -104,7 +104,7 @@ def test_gradients_of_further_replica_groups_are_summed():
     costs = [call(gradient_bytes=1, sum_bytes=5)]
     machine = Machine(num_workers=2, d2h_bytes_per_s=1.0, optimizer_bytes_per_s=1.0)
     timeline = simulate(Schedule(plan, 2, 2, replica_groups=2), costs, machine)
-    assert timeline.step_ends == [pytest.approx(3 + 1 + 5)]
+    assert timeline.step_ends == [pytest.approx(3 + 1 + (2 * 1 + 5))]
 
 
 def test_looser_boundaries_are_faster():

@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ def same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, dict | UserDict):
+    if isinstance(one, Mapping):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
@@ -95,6 +96,9 @@ def detection(num_samples: int, num_boxes: list[int], height: int = 5) -> tuple[
         ({"waves": [torch.ones(100), torch.ones(50), torch.ones(70)]}, 3),
         (detection(4, [1, 5, 2, 3]), 4),
         (detection(4, [2, 2, 2, 2]), 4),
+        (detection(4, [3, 3, 3, 3]), 4),
+        ([(torch.ones(3, 8, 8), 1), (torch.ones(3, 8, 8), 0)], 2),
+        ([{"image": torch.ones(3, 8, 8), "label": 1}] * 2, 2),
         (detection(2, [2, 2]), 2),
         (detection(1, [5]), 1),
         ((torch.ones(4, 3, 8, 8), [{"boxes": torch.ones(2, 4)} for _ in range(4)]), 4),
@@ -210,7 +214,7 @@ def test_a_step_may_change_its_batch() -> None:
         lambda x: Pair(x, "text"),
         Record,
         Frozen,
-        lambda x: [{"x": [(x, {"x": Pair(x, Frozen(x))})]}],
+        lambda x: [{"x": (x, {"x": Pair(x, Frozen(x))})}],
         lambda x: torch.return_types.max((x, x.long())),
     ],
 )
@@ -228,7 +232,7 @@ def nested_first(tree: Any) -> torch.Tensor:
     def look(path: Any, *nodes: Any) -> list[Any] | None:
         if isinstance(nodes[0], torch.Tensor):
             found.append(nodes[0])
-        return None if isinstance(nodes[0], list | tuple | MappingProxyType | UserDict | dict | Record | Frozen) else []
+        return None if isinstance(nodes[0], list | tuple | Mapping | Record | Frozen) else []
 
     map_structure(look, tree)
     return found[0]
@@ -279,7 +283,7 @@ def test_model_output() -> None:
 
 @pytest.mark.parametrize("num_boxes", [[1, 5, 2], [2, 2, 2], [3, 1, 7]])
 def test_detection_batches_are_cut_between_samples(num_boxes: list[int]) -> None:
-    images = [torch.rand(2, 5, 4 + index) for index in range(3)]
+    images = [torch.rand(1, 5, 4 + index) for index in range(3)]
     targets = detection(3, num_boxes)[1]
     first, second = data((images, targets), 2)
     assert [len(part) for part in (*first, *second)] == [2, 2, 1, 1]
@@ -318,6 +322,7 @@ def test_inputs_and_targets_are_not_taken_for_two_samples(batch_type: type) -> N
         [torch.tensor(1), torch.tensor(2), torch.tensor(3), torch.tensor(4)],
         [["a"], ["b", "c"], [], ["d"]],
         [(np.ones(3), "a")] * 4,
+        [(np.ones(4), "a")] * 4,
         ({"text": "a"},) * 4,
     ],
 )
@@ -480,7 +485,7 @@ def test_the_batch_itself_is_named_by_an_empty_rule() -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"y": 2}, r"batch size 4.* dim 2 of `y` with shape \[3, 4\]"),
+        ({"y": 2}, r"batch size 3.* dim 2 of `y` with shape \[3, 4\]"),
         ({"y": 1, "z": 0}, r"dim 0 of `z` with shape \[3\]"),
         ({"y": 1, "names": 1}, r"dim 1 of `names` with 3 elements.*'names\.\*'"),
     ],
@@ -631,12 +636,12 @@ def test_wrong_arguments_of_merge_are_refused(arguments: Any, message: str) -> N
 def batches(draw: st.DrawFn) -> tuple[Any, int, int]:
     """A batch, its number of samples and a number of micro-batches.
 
-    Sizes of other dims are 11 to 13, lists of fields start with a tensor and have less elements than a batch of odd
-    content could be taken for: nothing here is ambiguous.
+    Nothing here is ambiguous: other dims are larger than any number of samples, and lists of fields start with a tensor
+    that has the samples.
     """
     num_microbatches = draw(st.integers(1, 5))
     B = draw(st.integers(1, 2 * num_microbatches + 1))
-    dims = st.lists(st.integers(11, 13), max_size=2)
+    dims = st.lists(st.integers(31, 33), max_size=2)
     dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
     seeds = st.integers(0, 99)
 
@@ -669,14 +674,14 @@ def batches(draw: st.DrawFn) -> tuple[Any, int, int]:
         )
 
     tree = draw(st.recursive(leaves, containers, max_leaves=8))
-    return {"x": tensor([], torch.int64, 1), "y": tensor([], torch.float32, 2), "tree": tree}, B, num_microbatches
+    return {"samples": tensor([], torch.float32, 0), "tree": tree}, B, num_microbatches
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batches())
 def test_merge_undoes_split(drawn: tuple[Any, int, int]) -> None:
     batch, B, num_microbatches = drawn
-    rules: dict[str, int | str] = {"x": 0}
+    rules: dict[str, int | str] = {"samples": 0}  # so many other arrays may be drawn that the guess would be theirs
     assert batch_size(batch, rules) == B
     micro_batches = split(batch, num_microbatches, rules)
     sizes = [micro_batch.num_samples for micro_batch in micro_batches]

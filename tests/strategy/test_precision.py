@@ -95,10 +95,9 @@ def test_masters_keep_their_bits_in_mixed_precision() -> None:
     before = seeded(Residual).state_dict()
     for name, tensor in fit(0.0, 2).state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    moved = fit(1e-6, 8)
-    for name, tensor in moved.named_parameters():
-        assert not torch.equal(tensor, before[name]), name
-        assert torch.equal(tensor.bfloat16(), before[name].bfloat16()) or float((tensor - before[name]).abs().max()) < 1e-4
+    moved = fit(1e-4, 8).head.weight  # Less than bfloat16 can add to weights of this size.
+    assert not torch.equal(moved, before["head.weight"])
+    assert float((moved - before["head.weight"]).abs().max()) < 2**-9 * float(before["head.weight"].abs().max())
 
 
 def test_user_autocast_inside_the_model() -> None:

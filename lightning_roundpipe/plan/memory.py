@@ -1,0 +1,53 @@
+"""How much memory a plan needs."""
+
+from collections.abc import Sequence
+
+from lightning_roundpipe.plan.costs import CallCost
+from lightning_roundpipe.plan.schedule import Schedule
+from lightning_roundpipe.plan.stages import Plan, Stage, StageKind
+
+__all__ = ["host_bytes", "stage_bytes", "worker_bytes"]
+
+
+def stage_bytes(costs: Sequence[CallCost], stage: Stage) -> tuple[int, int]:
+    """Memory of a stage on its worker.
+
+    Returns:
+        What a slot must hold for it (weights, and gradients unless it is a forward stage), and what it needs besides
+        for the micro-batch that runs and the next one, whose kept inputs are already on their way.
+    """
+    calls = costs[stage.start : stage.stop]
+    weights = sum(call.weight_bytes for call in calls)
+    working = max((call.working_bytes for call in calls), default=0)
+    match stage.kind:
+        case StageKind.FORWARD:
+            return weights, working + 2 * max((call.input_bytes for call in calls), default=0)
+        case StageKind.FUSED:
+            slot = weights + sum(call.gradient_bytes for call in calls)
+            return slot, working + sum(call.graph_bytes for call in calls)
+        case StageKind.BACKWARD:
+            # Recomputation goes call by call: one call's graph lives at a time.
+            slot = weights + sum(call.gradient_bytes for call in calls)
+            graph = max(call.graph_bytes + call.working_bytes for call in calls)
+            return slot, graph + 2 * sum(call.input_bytes for call in calls)
+
+
+def worker_bytes(costs: Sequence[CallCost], plan: Plan, *, streams_weights: bool = True) -> int:
+    """Memory that every worker needs: two slots of the largest stage, and the most that a stage needs besides."""
+    stages = [stage_bytes(costs, stage) for stage in plan.stages]
+    slot = max((slot for slot, _ in stages), default=0)
+    return 2 * slot * streams_weights + max((besides for _, besides in stages), default=0)
+
+
+def host_bytes(costs: Sequence[CallCost], schedule: Schedule) -> int:
+    """Host memory of a step: weights and what belongs to them, kept inputs, landing buffers of replica groups."""
+    plan = schedule.plan
+    kept = sum(call.input_bytes for call in costs[: sum(plan.forward)]) if plan.trains else 0
+    landing = max(
+        (
+            sum(call.gradient_bytes for call in costs[stage.start : stage.stop])
+            for stage in plan.stages[plan.fused_stage :]
+        ),
+        default=0,
+    )
+    return sum(call.host_bytes for call in costs) + schedule.num_microbatches * kept + schedule.replica_groups * landing
