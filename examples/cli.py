@@ -7,16 +7,14 @@ What the command line says goes before what the file says:
     python examples/cli.py fit --config examples/cli_config.yaml --trainer.strategy auto --trainer.devices 1
 """
 
-from collections.abc import Sequence
-
 from lightning.pytorch.cli import LightningCLI
 
 from vit_digits import DigitClassifier, Digits
 
 
-def main(arguments: Sequence[str] | None = None) -> LightningCLI:
-    """Runs the subcommand that the command line, or ``arguments`` in its place, asks for."""
-    return LightningCLI(DigitClassifier, Digits, args=None if arguments is None else list(arguments))
+def main() -> LightningCLI:
+    """Runs the subcommand that the command line asks for."""
+    return LightningCLI(DigitClassifier, Digits)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,8 @@ class StepLog:
         module's current one (inside ``strategy.training_step``). Whether ``capture`` has ended does not matter.
 
         Args:
-            losses: by micro-batch, the loss that the user's step returned, or None. Must be readable from this thread.
+            losses: by micro-batch, the loss that the user's step returned, or None; what is not one number counts as
+                None. Must be readable from this thread.
             loss_weights: by micro-batch, the weight of its loss in the mean that is optimized; of any scale.
         """
         self._flushed = True
@@ -145,7 +146,9 @@ class StepLog:
             try:
                 for micro_batch in micro_batches:
                     micro_batch.apply_metric_calls()
-                loss_numbers = [None if loss is None else float(loss.detach()) for loss in losses]
+                loss_numbers = [
+                    float(loss.detach()) if loss is not None and loss.numel() == 1 else None for loss in losses
+                ]
                 for records in _by_key(micro_batches):
                     self._pass_on(records, loss_numbers, loss_weights)
                 # A metric called again after it was logged, or logged by a later hook, shows its last call.
@@ -210,7 +213,7 @@ class StepLog:
                 return (forward if self._passes_through else _blank_copy(metric))(*args, **kwargs)
             value = forward(*args, **kwargs)
             # A metric that publishes no step value, as `Running`, has none to correct.
-            if value is not None and metric._forward_cache is value:  # noqa: SLF001 - what Lightning reads
+            if value is not None and metric._forward_cache is value:
                 batch_value = self._batch_values.setdefault(
                     (id(metric), micro_batch.count_call(metric)), _BatchValue(metric)
                 )
@@ -261,8 +264,8 @@ class _BatchValue:
         return self._copy.compute()
 
     def publish(self) -> None:
-        """Put the value where Lightning reads the step value of a metric."""
-        self._metric._forward_cache = self.value  # noqa: SLF001 - Lightning reads it, and offers no other way
+        """Put the value where Lightning reads the step value of a metric; it offers no public way."""
+        self._metric._forward_cache = self.value
 
 
 @dataclass(slots=True)

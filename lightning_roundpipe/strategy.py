@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -23,7 +24,7 @@ from lightning_roundpipe.publish import publish_gradients
 from lightning_roundpipe.runtime.executor import Executor, StepResult
 from lightning_roundpipe.runtime.hazards import switched_off
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
-from lightning_roundpipe.runtime.objective import BatchObjective, LossWeight
+from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObjective, LossWeight
 from lightning_roundpipe.runtime.randomness import counted_seed
 from lightning_roundpipe.runtime.stats import StepStats
 from lightning_roundpipe.runtime.units import find_units
@@ -95,6 +96,8 @@ class RoundPipeStrategy(ParallelStrategy):
             raise ValueError(f"`workers_per_device` must be at least 1, but got {workers_per_device!r}.")
         if optimizer_overlap != "off":
             raise ValueError(f"`optimizer_overlap` must be 'off', but got {optimizer_overlap!r}.")
+        if units != "auto" and not units:
+            raise ValueError(f"`units` must be 'auto' or name at least one module, but got {units!r}.")
         self._num_microbatches = num_microbatches
         self._units = units
         self._loss_weight = _resolve_loss_weight(loss_weight)
@@ -168,11 +171,14 @@ class RoundPipeStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Refuse a launcher that starts several processes; called when the Trainer is built."""
         environment = self.cluster_environment
-        if environment is not None and environment.world_size() > 1:
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        processes = max(launched, environment.world_size() if environment is not None else 1)
+        if processes > 1:
+            source = "`WORLD_SIZE` in the environment" if launched > 1 else type(environment).__name__
             raise MisconfigurationException(
-                f"RoundPipeStrategy drives all GPUs of a machine from one process, but {type(environment).__name__} says"
-                f" that there are {environment.world_size()} processes. Start one process (plain `python`, or"
-                " `torchrun --nproc-per-node 1`) with `Trainer(devices=N)`."
+                f"RoundPipeStrategy drives all GPUs of a machine from one process, but {source} says that there are"
+                f" {processes} processes. Start one process (plain `python`, or `torchrun --nproc-per-node 1`) with"
+                " `Trainer(devices=N)`."
             )
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,9 +255,10 @@ class RoundPipeStrategy(ParallelStrategy):
                 f"RoundPipeStrategy runs on GPUs (CUDA) or on virtual CPU workers, but the device is {self.root_device}."
                 " Use `Trainer(accelerator='gpu')` or `Trainer(accelerator='cpu')`."
             )
-        left_out = torch.cuda.device_count() - len(self.parallel_devices or ()) if self.root_device.type == "cuda" else 0
-        if left_out > 0 and torch._utils._running_in_notebook() if hasattr(torch._utils, "_running_in_notebook") else 0:
-            rank_zero_info(f"{left_out} visible GPUs are not used; pass `Trainer(devices={torch.cuda.device_count()})`.")
+        visible = torch.cuda.device_count() if self.root_device.type == "cuda" else 0
+        if _IS_INTERACTIVE and visible > len(self.parallel_devices or ()):
+            # In a notebook Lightning takes `devices="auto"` for one GPU, for the sake of strategies that start processes.
+            rank_zero_info(f"{visible} GPUs are visible; `Trainer(devices={visible})` uses them all.")
 
     def _check_module(self, module: "LightningModule", fits: bool) -> None:
         tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -443,15 +450,19 @@ class RoundPipeStrategy(ParallelStrategy):
 
 
 def _resolve_loss_weight(loss_weight: str | Callable[[Any], float]) -> LossWeight:
-    if not isinstance(loss_weight, str) or "." not in loss_weight:
+    if callable(loss_weight) or loss_weight in LOSS_WEIGHT_RULES:
         return loss_weight
+    if "." not in loss_weight:
+        raise ValueError(
+            f"`loss_weight` must be one of {', '.join(map(repr, LOSS_WEIGHT_RULES))}, a function or its import path, but"
+            f" got {loss_weight!r}."
+        )
     module, _, name = loss_weight.rpartition(".")
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"`loss_weight` must be 'auto', 'samples', 'tokens', a function or its import path, but {loss_weight!r} can"
-            f" not be imported: {error}."
+            f"`loss_weight={loss_weight!r}` is taken for the import path of a function, but can not be imported: {error}."
         ) from error
     if not callable(function):
         raise ValueError(f"`loss_weight` must name a function, but {loss_weight!r} is a {type(function).__name__}.")

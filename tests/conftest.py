@@ -19,8 +19,16 @@ torch.set_num_threads(1)
 # tqdm's monitor is a thread that outlives every progress bar; 0 says not to start it.
 tqdm.monitor_interval = 0
 
-# Set by `seed_everything` and `Trainer(deterministic=True)`, and unset by nothing in Lightning: no fault of a test.
-LASTING_VARIABLES = frozenset({"CUBLAS_WORKSPACE_CONFIG", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"})
+# Set for good by `Trainer(deterministic=True)`, `seed_everything` and the import of scikit-learn: no fault of a test.
+LASTING_VARIABLES = frozenset(
+    {
+        "CUBLAS_WORKSPACE_CONFIG",
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
+        "PL_GLOBAL_SEED",
+        "PL_SEED_WORKERS",
+    }
+)
 # A thread that has been told to stop may take this long to do so.
 THREAD_GRACE_S = 2.0
 

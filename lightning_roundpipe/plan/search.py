@@ -10,9 +10,9 @@ from itertools import accumulate
 from math import inf
 
 from lightning_roundpipe.exceptions import PlanError
-from lightning_roundpipe.plan.costs import CallCost, stage_seconds
+from lightning_roundpipe.plan.costs import CallCost
 from lightning_roundpipe.plan.devices import Machine
-from lightning_roundpipe.plan.memory import host_bytes, stage_bytes, worker_bytes
+from lightning_roundpipe.plan.memory import host_bytes, worker_bytes
 from lightning_roundpipe.plan.partition import cut_evenly
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.simulator import Boundary, simulate
@@ -21,8 +21,8 @@ from lightning_roundpipe.plan.timeline import Timeline
 
 __all__ = ["Choice", "search"]
 
-# Steps to simulate where neighbouring steps overlap: the second and third are then as all later ones.
-_OVERLAPPING_STEPS = 4
+# Steps to simulate where neighbouring steps overlap: the later ones are then as all that follow.
+_NUM_STEPS = {Boundary.SYNC: 1, Boundary.EXACT: 4, Boundary.STALE: 10}
 
 # What the search may spend. Numbers rather than seconds, so that it finds the same plan on every machine.
 _GRID_RATIO = 1.25
@@ -141,7 +141,7 @@ class _Estimator:
         for group in range(schedule.replica_groups):
             row: list[int] = []
             self._group_s(schedule, group, stages, row)
-            rows.append(tuple(row))
+            rows.append(tuple(row[: len(stages)]))
         return replace(schedule, stage_workers=tuple(rows))
 
     def _stages(self, plan: Plan) -> list[tuple[float, float, float, float]]:
@@ -178,7 +178,7 @@ class _Estimator:
         stages: Sequence[tuple[float, float, float, float]],
         deal: list[int] | None = None,
     ) -> float:
-        """Seconds of a step for one replica group; fills ``deal`` with the best worker of every stage if it is given."""
+        """Seconds of a step for one replica group; fills ``deal`` with the best worker of every stage."""
         size = schedule.group_size
         speeds = [self._machine.speed(group * size + member) for member in range(size)]
         counts = [0] * schedule.num_rounds
@@ -188,11 +188,12 @@ class _Estimator:
         row = schedule.stage_workers[group] if schedule.stage_workers else None
         free, link, down = [0.0] * size, [0.0] * size, [0.0] * size
         slots = [(0.0, 0.0)] * size
-        ends = []
+        ends: list[float] = []
         turn = 0
-        for _ in range(self._num_steps):
+        for step in range(self._num_steps):
+            begin = ends[step - 2] if step >= 2 else 0.0
             for num_microbatches in counts:
-                arrived = [0.0] * num_microbatches
+                arrived = [begin] * num_microbatches
                 came_from = -1
                 for index, (early_s, main_s, upload_s, download_s) in enumerate(stages):
                     if deal is not None:
@@ -211,7 +212,7 @@ class _Estimator:
                         end = ended[-1] if ended else start
                         if best is None or (end, free[member]) < (best[0], free[best[1]]):
                             best = end, member, ended, loaded
-                    assert best is not None  # noqa: S101 - a group has a worker
+                    assert best is not None
                     end, member, arrived, link[member] = best
                     if deal is not None:
                         deal.append(group * size + member)
@@ -220,7 +221,7 @@ class _Estimator:
                     slots[member] = slots[member][1], down[member]
                     came_from = member
             ends.append(max(down))
-        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0]
+        return (ends[-1] - ends[0]) / (self._num_steps - 1) if self._num_steps > 1 else ends[0]
 
     def _tickets(self, now: float, arrived: list[float], hop_s: float, early_s: float, main_s: float) -> list[float]:
         """Ends of a stage's tickets that start not before ``now`` and their inputs, which are ``hop_s`` away."""
@@ -252,8 +253,8 @@ class _Finder:
         self._boundary = boundary
         self._early_recompute = early_recompute
         self._max_fused = min(len(costs), max(1, max_fused if max_fused is not None else len(costs)))
-        # A step that overlaps with the next one is judged by the time from end to end.
-        self._estimator = _Estimator(costs, machine, early_recompute, 3 if boundary is Boundary.STALE else 1)
+        # A step that overlaps with the next one is judged by the time from end to end, on weights of the last but one.
+        self._estimator = _Estimator(costs, machine, early_recompute, 5 if boundary is Boundary.STALE else 1)
         self._cuts: dict[tuple[bool, int, int, int], tuple[int, ...]] = {}
         self._estimates: dict[_Shape, _Candidate | None] = {}
         self._least_worker_bytes = inf
@@ -410,7 +411,7 @@ class _Finder:
             self._costs,
             self._machine,
             boundary=self._boundary,
-            num_steps=1 if self._boundary is Boundary.SYNC else _OVERLAPPING_STEPS,
+            num_steps=_NUM_STEPS[self._boundary],
             early_recompute=self._early_recompute,
         )
         costs = self._costs
@@ -448,12 +449,15 @@ def _geometric(largest: int) -> list[int]:
 
 def _moved(plan: Plan) -> Iterator[Plan]:
     """Plans in which one call has moved to the neighbouring stage of the same direction."""
-    for name in ("forward", "backward"):
-        sizes = getattr(plan, name)
-        for index in range(len(sizes) - 1):
-            for change in (-1, 1):
-                moved = list(sizes)
-                moved[index] += change
-                moved[index + 1] -= change
-                if min(moved) >= 1:
-                    yield replace(plan, **{name: tuple(moved)})
+    for forward in _moved_sizes(plan.forward):
+        yield replace(plan, forward=forward)
+    for backward in _moved_sizes(plan.backward):
+        yield replace(plan, backward=backward)
+
+
+def _moved_sizes(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for index in range(len(sizes) - 1):
+        for change in (-1, 1):
+            moved = (*sizes[:index], sizes[index] + change, sizes[index + 1] - change, *sizes[index + 2 :])
+            if min(moved) >= 1:
+                yield moved

@@ -186,32 +186,42 @@ class Executor:
             self._orders[kind] = self._plan(order, trains)
 
     def _run_threads(self, step: Step, runs: Sequence[MicroBatchRun], state: ThreadState) -> None:
+        done = threading.Semaphore(0)
+
         def body(run: MicroBatchRun, lane: int) -> None:
             try:
                 state.run(run.execute)
-            except BaseException as error:  # noqa: BLE001 - handed to the main thread below
+            except BaseException as error:  # noqa: BLE001 - raised by the main thread below
                 step.abort.fail(error)
                 step.gate.abort()
             finally:
                 step.gate.leave(lane)
+                done.release()
 
         threads = [
             threading.Thread(target=body, args=(run, lane), name=f"roundpipe-microbatch-{run.index}", daemon=True)
             for lane, run in enumerate(runs)
         ]
+        started = finished = 0
         try:
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
+                started += 1
+            # Not `Thread.join`: a signal that arrives in it makes CPython take a running thread for a stopped one.
+            while finished < started:
+                done.acquire()
+                finished += 1
         except BaseException as error:
             # Ctrl-C: stop the others first, so that nothing runs when the caller goes on.
             step.abort.fail(error)
             step.gate.abort()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
+            while finished < started:
+                done.acquire()
+                finished += 1
             raise
+        finally:
+            for thread in threads[:started]:
+                thread.join()
         if step.abort.error is not None:
             raise step.abort.error
 

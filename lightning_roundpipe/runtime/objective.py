@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.microbatch import MicroBatch, valid_label_counts
 
-__all__ = ["LossWeight", "BatchObjective", "loss_of"]
+__all__ = ["LOSS_WEIGHT_RULES", "BatchObjective", "LossWeight", "loss_of"]
+
+LOSS_WEIGHT_RULES = ("auto", "samples", "tokens")
 
 LossWeight = str | Callable[[Any], float]
 """``"auto"``, ``"samples"``, ``"tokens"``, or a function of a micro-batch that returns its weight."""
@@ -47,12 +49,9 @@ class BatchObjective:
         watch: observe every step, to tell the losses which an evaluating step only logs.
 
     Attributes:
-        seen: for each micro-batch the first cross-entropy that it computed, if it was observed.
+        seen: for each micro-batch the first cross-entropy that it computed, where ``watch`` asks for it.
 
     Threading: a step's micro-batches call this from their threads. The shares are fixed when the first one asks.
-
-    Raises:
-        ValueError: the rule is unknown.
     """
 
     def __init__(
@@ -78,10 +77,6 @@ class BatchObjective:
         elif rule in ("auto", "tokens"):
             counts = {shifted: valid_label_counts(micro_batches, shifted) for shifted in (False, True)}
             self._labels = {shifted: count for shifted, count in counts.items() if count is not None}
-        elif rule != "samples":
-            raise ValueError(
-                f"`loss_weight` must be 'auto', 'samples', 'tokens' or a function of a micro-batch, but got {rule!r}."
-            )
 
     @property
     def wants_observation(self) -> bool:
@@ -94,9 +89,11 @@ class BatchObjective:
 
     def observe(self, index: int, losses: Sequence[tuple[Tensor, int]]) -> None:
         """Decide from the label counts of the cross-entropies that micro-batch ``index`` computed."""
-        if losses:
+        if not self._labels:
+            return
+        if self._watch and losses:
             self.seen[index] = losses[0][0]
-        if not self._labels or self.labels_shifted is not None:
+        if self.labels_shifted is not None:
             return
         label_counts = [count for _, count in losses]
         plain, shifted = self._labels[False][index], self._labels[True][index]
