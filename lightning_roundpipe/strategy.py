@@ -55,22 +55,23 @@ class RoundPipeStrategy(ParallelStrategy):
     ``Trainer(devices=N)`` gives N workers in one process.
 
     Args:
-        num_microbatches: into how many micro-batches to split each batch; ``"auto"``: 4, or the number of workers if that
-            is larger. There are never more than samples.
+        num_microbatches: into how many micro-batches to split each batch; ``"auto"``: 4, or the number of workers if
+            that is larger. There are never more than samples.
         units: ``"auto"``, or class names and dotted paths of modules that must be units.
         loss_weight: what a micro-batch's loss counts for in the batch's: ``"samples"``; ``"tokens"``, the labels that
             are not ignored (-100); ``"auto"``, tokens if the batch has labels of which some are ignored, else samples;
             or a function of a micro-batch, or its dotted import path, that returns a weight.
         optimizer_overlap: ``"off"``: the optimizer steps when all gradients are complete, as in a plain Trainer.
         workers_per_device: number of workers that share each device.
-        split_rules: how to split named parts of a batch whose shape does not tell: key or path (patterns allowed) to the
-            dim to split on, or ``"replicate"``.
+        split_rules: how to split named parts of a batch whose shape does not tell: key or path (patterns allowed) to
+            the dim to split on, or ``"replicate"``.
         accelerator: see `lightning.pytorch.strategies.Strategy`.
         checkpoint_io: see there.
         precision_plugin: see there; by default what ``Trainer(precision=...)`` says.
 
     Raises:
         ValueError: an argument is out of its range.
+        TypeError: ``loss_weight`` is the import path of something else than a function.
 
     Source: RoundPipe, arXiv 2604.27085.
     """
@@ -252,12 +253,12 @@ class RoundPipeStrategy(ParallelStrategy):
     def _check_devices(self) -> None:
         if self.root_device.type not in ("cpu", "cuda"):
             raise MisconfigurationException(
-                f"RoundPipeStrategy runs on GPUs (CUDA) or on virtual CPU workers, but the device is {self.root_device}."
-                " Use `Trainer(accelerator='gpu')` or `Trainer(accelerator='cpu')`."
+                f"RoundPipeStrategy runs on GPUs (CUDA) or on virtual CPU workers, but the device is"
+                f" {self.root_device}. Use `Trainer(accelerator='gpu')` or `Trainer(accelerator='cpu')`."
             )
         visible = torch.cuda.device_count() if self.root_device.type == "cuda" else 0
         if _IS_INTERACTIVE and visible > len(self.parallel_devices or ()):
-            # In a notebook Lightning takes `devices="auto"` for one GPU, for the sake of strategies that start processes.
+            # In a notebook Lightning takes `devices="auto"` for one GPU, because other strategies start processes.
             rank_zero_info(f"{visible} GPUs are visible; `Trainer(devices={visible})` uses them all.")
 
     def _check_module(self, module: "LightningModule", fits: bool) -> None:
@@ -270,8 +271,8 @@ class RoundPipeStrategy(ParallelStrategy):
             )
         if moved := [name for name, tensor in tensors if tensor.device.type != "cpu"]:
             raise ValueError(
-                f"Weights stay in host memory under RoundPipeStrategy, but these are elsewhere: {_listed(moved)}. Build the"
-                " model on the CPU, and do not move it."
+                f"Weights stay in host memory under RoundPipeStrategy, but these are elsewhere: {_listed(moved)}. Build"
+                " the model on the CPU, and do not move it."
             )
         if not fits:
             return
@@ -282,13 +283,14 @@ class RoundPipeStrategy(ParallelStrategy):
             )
         if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
             raise MisconfigurationException(
-                "RoundPipeStrategy splits each batch into micro-batches, which a `training_step(dataloader_iter)` does not"
-                " allow. Take `(batch, batch_idx)` instead."
+                "RoundPipeStrategy splits each batch into micro-batches, which a `training_step(dataloader_iter)` does"
+                " not allow. Take `(batch, batch_idx)` instead."
             )
-        if self._num_microbatches != 1 and any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+        batch_norm = torch.nn.modules.batchnorm._BatchNorm
+        if self._num_microbatches != 1 and any(isinstance(inner, batch_norm) for inner in module.modules()):
             rank_zero_warn(
-                "The model has batch normalisation: its statistics are those of each micro-batch, in their order, not of"
-                " the whole batch. `RoundPipeStrategy(num_microbatches=1)` keeps whole batches."
+                "The model has batch normalisation: its statistics are those of each micro-batch, in their order, not"
+                " of the whole batch. `RoundPipeStrategy(num_microbatches=1)` keeps whole batches."
             )
 
     def model_to_device(self) -> None:
@@ -323,7 +325,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self.checkpoint_io.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state: dict[str, Any] = super().__getstate__()
         state["_executor"] = state["_step_log"] = None
         return state
 
@@ -387,9 +389,7 @@ class RoundPipeStrategy(ParallelStrategy):
     ) -> Any:
         with context:
             result, micro_batches, objective = self._run(kind, args, kwargs)
-        return merge(
-            result.outputs, objective.shares(), [micro_batch.num_samples for micro_batch in micro_batches]
-        )
+        return merge(result.outputs, objective.shares(), [micro_batch.num_samples for micro_batch in micro_batches])
 
     def _run(
         self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float = 1.0
@@ -454,18 +454,19 @@ def _resolve_loss_weight(loss_weight: str | Callable[[Any], float]) -> LossWeigh
         return loss_weight
     if "." not in loss_weight:
         raise ValueError(
-            f"`loss_weight` must be one of {', '.join(map(repr, LOSS_WEIGHT_RULES))}, a function or its import path, but"
-            f" got {loss_weight!r}."
+            f"`loss_weight` must be one of {', '.join(map(repr, LOSS_WEIGHT_RULES))}, a function or its import path,"
+            f" but got {loss_weight!r}."
         )
     module, _, name = loss_weight.rpartition(".")
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"`loss_weight={loss_weight!r}` is taken for the import path of a function, but can not be imported: {error}."
+            f"`loss_weight={loss_weight!r}` is taken for the import path of a function, but can not be imported:"
+            f" {error}."
         ) from error
     if not callable(function):
-        raise ValueError(f"`loss_weight` must name a function, but {loss_weight!r} is a {type(function).__name__}.")
+        raise TypeError(f"`loss_weight` must name a function, but {loss_weight!r} is a {type(function).__name__}.")
     weight: LossWeight = function
     return weight
 

@@ -14,12 +14,12 @@ from lightning_roundpipe.plan.costs import CallCost
 from lightning_roundpipe.plan.devices import Machine
 from lightning_roundpipe.plan.memory import host_bytes, worker_bytes
 from lightning_roundpipe.plan.partition import cut_evenly
-from lightning_roundpipe.plan.schedule import Schedule
+from lightning_roundpipe.plan.schedule import FixedOrder, FixedSchedule, Schedule
 from lightning_roundpipe.plan.simulator import Boundary, simulate
 from lightning_roundpipe.plan.stages import Plan
 from lightning_roundpipe.plan.timeline import Timeline
 
-__all__ = ["Choice", "search"]
+__all__ = ["Choice", "judge", "search", "search_fixed"]
 
 # Steps to simulate where neighbouring steps overlap: the later ones are then as all that follow.
 _NUM_STEPS = {Boundary.SYNC: 1, Boundary.EXACT: 4, Boundary.STALE: 10}
@@ -127,9 +127,7 @@ class _Estimator:
     def step_s(self, schedule: Schedule) -> float:
         """Seconds of a step; at least what host memory needs for all that is moved."""
         groups = schedule.replica_groups
-        equal = not self._machine.speeds and schedule.stage_workers is None and not (
-            schedule.num_microbatches % groups
-        )
+        equal = not self._machine.speeds and schedule.stage_workers is None and not (schedule.num_microbatches % groups)
         stages = self._stages(schedule.plan)
         slowest = max(self._group_s(schedule, group, stages) for group in range(1 if equal else groups))
         return max(slowest, self._traffic(schedule, stages) / self._machine.host_bytes_per_s)
@@ -406,16 +404,13 @@ class _Finder:
         return candidate
 
     def _choice(self, schedule: Schedule) -> Choice:
-        timeline = simulate(
+        return judge(
             schedule,
             self._costs,
             self._machine,
             boundary=self._boundary,
-            num_steps=_NUM_STEPS[self._boundary],
             early_recompute=self._early_recompute,
         )
-        costs = self._costs
-        return Choice(schedule, timeline, worker_bytes(costs, schedule.plan), host_bytes(costs, schedule))
 
     # Limits
 
@@ -461,3 +456,67 @@ def _moved_sizes(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             moved = (*sizes[:index], sizes[index] + change, sizes[index + 1] - change, *sizes[index + 2 :])
             if min(moved) >= 1:
                 yield moved
+
+
+def judge(
+    schedule: Schedule,
+    costs: Sequence[CallCost],
+    machine: Machine,
+    *,
+    boundary: Boundary = Boundary.SYNC,
+    early_recompute: bool = False,
+) -> Choice:
+    """Simulates a schedule for as many steps as its boundary needs to settle, and adds up its memory.
+
+    Args:
+        schedule: the schedule.
+        costs: costs of the calls of one micro-batch.
+        machine: the workers.
+        boundary: what a step waits for.
+        early_recompute: whether a backward stage recomputes before the gradient of its outputs has arrived.
+    """
+    timeline = simulate(
+        schedule,
+        costs,
+        machine,
+        boundary=boundary,
+        num_steps=_NUM_STEPS[boundary],
+        early_recompute=early_recompute,
+    )
+    on_worker = worker_bytes(costs, schedule.plan, streams_weights=schedule.streams_weights)
+    return Choice(schedule, timeline, on_worker, host_bytes(costs, schedule))
+
+
+def search_fixed(
+    costs: Sequence[CallCost],
+    machine: Machine,
+    num_microbatches: int,
+    order: FixedOrder,
+    *,
+    boundary: Boundary = Boundary.SYNC,
+) -> Choice:
+    """Finds the cut into equally long fixed stages with the shortest step; for comparison.
+
+    Args:
+        costs: costs of the calls of one micro-batch.
+        machine: the workers.
+        num_microbatches: number of micro-batches of a step.
+        order: the order of forward and backward.
+        boundary: what a step waits for.
+
+    Raises:
+        PlanError: there are fewer calls than workers, or the order does not suit the number of micro-batches.
+    """
+    loops = 1 if order in (FixedOrder.GPIPE, FixedOrder.ONE_F_ONE_B) else len(costs) // machine.num_workers
+    choices = []
+    for num_loops in range(1, max(1, loops) + 1):
+        cut = cut_evenly([_busy_s(call) for call in costs], num_loops * machine.num_workers)
+        plan = Plan(cut, 0, cut[::-1])
+        schedule = FixedSchedule(plan, machine.num_workers, num_microbatches, order=order)
+        choices.append(judge(schedule, costs, machine, boundary=boundary))
+    return min(choices, key=lambda choice: choice.step_s)
+
+
+def _busy_s(call: CallCost) -> float:
+    recompute_s = call.forward_s if call.recompute_s is None else call.recompute_s
+    return call.forward_s + recompute_s + call.backward_s

@@ -1,16 +1,16 @@
 """One call of a unit: what it looked up, what is kept for its backward, and its border to the user's graph.
 
 [Note: Border of a call]
-User code between calls ("glue") keeps an ordinary autograd graph. A call cuts it: the unit gets detached inputs, and its
-outputs enter the glue through a border node that only collects gradients.
+User code between calls ("glue") keeps an ordinary autograd graph. A call cuts it: the unit gets detached inputs, and
+its outputs enter the glue through a border node that only collects gradients.
 
     glue graph -> [edges of the inputs] | detached inputs -> unit (graph kept, or recomputed later) -> outputs | [border
     node] -> glue graph
 
 Backward is driven call by call, never from inside an autograd thread: when all later calls and the loss are done, the
 border node holds the complete gradient of the outputs; the unit's own graph turns it into gradients of its inputs, and
-those are pushed into the glue through the edges, down to the border nodes of earlier calls. The same steps run whether a
-graph was kept or recomputed, so the numbers do not depend on how the calls were cut into stages.
+those are pushed into the glue through the edges, down to the border nodes of earlier calls. The same steps run whether
+a graph was kept or recomputed, so the numbers do not depend on how the calls were cut into stages.
 """
 
 import weakref
@@ -40,9 +40,9 @@ def is_differentiable(value: Any) -> bool:
 class Scope:
     """What one call, or one stretch of glue, looked up.
 
-    Parameters get a leaf of their own per scope, so that gradients are told apart by the place of use. A buffer that was
-    written is carried to the host when the scope ends; in a recomputation it is dropped instead, and reads give what the
-    first run saw.
+    Parameters get a leaf of their own per scope, so that gradients are told apart by the place of use. A buffer that
+    was written is carried to the host when the scope ends; in a recomputation it is dropped instead, and reads give
+    what the first run saw.
 
     Args:
         worker: the worker on which the code runs.

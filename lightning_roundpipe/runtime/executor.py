@@ -106,7 +106,8 @@ class Executor:
             seed: base of all randomness of the step.
 
         Raises:
-            BaseException: the first error of any micro-batch, after all threads have ended, unchanged but for a note that
+            BaseException: the first error of any micro-batch, after all threads have ended, unchanged but for a note
+            that
                 names unit, stage, micro-batch and worker; or `KeyboardInterrupt` of the calling thread.
         """
         start = time.perf_counter()
@@ -191,7 +192,7 @@ class Executor:
         def body(run: MicroBatchRun, lane: int) -> None:
             try:
                 state.run(run.execute)
-            except BaseException as error:  # noqa: BLE001 - raised by the main thread below
+            except BaseException as error:  # raised by the main thread below
                 step.abort.fail(error)
                 step.gate.abort()
             finally:
@@ -231,6 +232,7 @@ class Executor:
         self.store.clear()
 
     def warn_once(self, message: str) -> None:
+        """Tell the user ``message``, the first time."""
         if message not in self._warned:
             self._warned.add(message)
             self.warn(message)

@@ -1,12 +1,12 @@
 """The host-memory home of weights and gradients.
 
 The master of a weight is the `nn.Parameter` of the user's module, in host memory. Gradients of one step land here as
-partial sums, one for each place at which a parameter was used, and are added up in a fixed order at the end: the bits of
-the result do not depend on which worker finished first, or on how the calls were cut into stages.
+partial sums, one for each place at which a parameter was used, and are added up in a fixed order at the end: the bits
+of the result do not depend on which worker finished first, or on how the calls were cut into stages.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -68,7 +68,9 @@ class HostStore:
         totals: dict[int, tuple[Tensor, Tensor]] = {}
         with self._lock:
             # The places of a parameter are added up from the last use to the first, as a backward pass meets them.
-            for (key, _), (parameter, gradient) in sorted(self._sums.items(), key=lambda item: item[0][1], reverse=True):
+            for (key, _), (parameter, gradient) in sorted(
+                self._sums.items(), key=lambda item: item[0][1], reverse=True
+            ):
                 total = totals.get(key)
                 totals[key] = parameter, gradient if total is None else total[1] + gradient
             self._sums.clear()
@@ -80,7 +82,7 @@ class HostStore:
             self._sums.clear()
 
     @contextmanager
-    def poisoned(self, parameters: list[Tensor]) -> Iterator[None]:
+    def poisoned(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Fill the masters with NaN while weights are still read right: proves that nothing bypasses this store."""
         floating = [parameter for parameter in parameters if parameter.is_floating_point()]
         self._hidden = {id(parameter): parameter.detach().clone() for parameter in floating}

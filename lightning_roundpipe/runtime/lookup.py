@@ -133,7 +133,9 @@ def installed(root: nn.Module, units: tuple[Unit, ...]) -> Iterator[None]:
             for original, name in ((parameters, "_parameters"), (buffers, "_buffers")):
                 current = module.__dict__[name]
                 if current is not original:
-                    if any(current.host(key) is not original.get(key) for key in current) or len(current) != len(original):
+                    if any(current.host(key) is not original.get(key) for key in current) or len(current) != len(
+                        original
+                    ):
                         original.clear()
                         original.update(current.items())
                     module.__dict__[name] = original

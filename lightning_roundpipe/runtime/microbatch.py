@@ -240,8 +240,8 @@ def batch_size(batch: Any, rules: Rules | None = None) -> int | None:
     """The number of samples in a batch.
 
     Every part of the batch has a say and the most common answer wins. An array names its dim 0. A list or tuple of like
-    elements (texts, mappings with the same keys, arrays of one kind; not a whole batch of arrays that agree on dim 0, such
-    as inputs and targets) names its length; if they are arrays, or a whole
+    elements (texts, mappings with the same keys, arrays of one kind; not a whole batch of arrays that agree on dim 0,
+    such as inputs and targets) names its length; if they are arrays, or a whole
     batch is a list of smaller batches, also the size that they agree on. Of equally common answers those other than 1
     go first, then those of arrays, then the first. ``cu_seqlens`` and the like are asked only if nothing else answers.
     A part that a rule cuts overrules all these.

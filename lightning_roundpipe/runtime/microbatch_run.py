@@ -1,8 +1,8 @@
 """One micro-batch of one step, in a thread of its own.
 
 The thread runs the user's own step function. Calls of units are intercepted: there it waits for its ticket, goes on on
-that stage's worker, and returns. User code between calls ("glue") runs on the worker that the thread holds. When the step
-function has returned the loss, the thread walks its calls in reverse.
+that stage's worker, and returns. User code between calls ("glue") runs on the worker that the thread holds. When the
+step function has returned the loss, the thread walks its calls in reverse.
 
 [Note: User lock]
 One lock is held while glue runs, and released inside units and while waiting: user code never runs concurrently with
@@ -71,7 +71,8 @@ class MicroBatchRun:
     Args:
         step: what the micro-batches share.
         index: number of the micro-batch in the batch.
-        lane: number of the micro-batch in the schedule, or None for the one that finds the order of calls: it runs alone,
+        lane: number of the micro-batch in the schedule, or None for the one that finds the order of calls: it runs
+        alone,
             on the first worker, without tickets.
     """
 
@@ -189,9 +190,7 @@ class MicroBatchRun:
         self._worker.synchronize()
         kind = self._step.schedule.plan.stages[self._ticket.stage].kind
         now = time.perf_counter()
-        self.spans.append(
-            TicketSpan(self._worker.index, self._ticket.stage, kind, self.index, self._ticket_start, now)
-        )
+        self.spans.append(TicketSpan(self._worker.index, self._ticket.stage, kind, self.index, self._ticket_start, now))
         self._holds_worker = False
         self._step.gate.release(self._ticket)
 

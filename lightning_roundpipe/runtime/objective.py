@@ -36,8 +36,8 @@ class BatchObjective:
     """The loss of a batch as the weighted mean of the losses of its micro-batches.
 
     ``training_step`` returns a mean over its micro-batch. The mean over the batch is the mean of those weighted by what
-    each was taken over: samples, or, where labels are ignored, the labels that are not. A causal language model averages
-    over all positions but the first (its labels are shifted by one); which of the two applies is seen from the
+    each was taken over: samples, or, where labels are ignored, the labels that are not. A causal language model
+    averages over all positions but the first (its labels are shifted by one); which of the two applies is seen from the
     cross-entropy that the first micro-batch runs.
 
     Args:
@@ -118,6 +118,4 @@ class BatchObjective:
 
 
 def _is_causal(root: nn.Module) -> bool:
-    return any(
-        marker in type(module).__name__ for module in root.modules() for marker in ("CausalLM", "LMHeadModel")
-    )
+    return any(marker in type(module).__name__ for module in root.modules() for marker in ("CausalLM", "LMHeadModel"))

@@ -69,9 +69,11 @@ class StepObservation(ParameterSubstitution):
         self.losses: list[tuple[Tensor, int]] = []
 
     def substituted(self, parameter: Tensor) -> None:
+        """Tell about it."""
         self._on_hidden_parameter()
 
     def observe(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note averaging cross-entropies."""
         if func is not torch.nn.functional.cross_entropy and func is not torch.nn.functional.nll_loss:
             return
         target = kwargs.get("target", args[1] if len(args) > 1 else None)

@@ -1,8 +1,8 @@
 """Randomness is counted, not saved.
 
 Before each call of a unit, and before each stretch of user code between calls, the generators are seeded from (base
-seed, step, micro-batch, place). Recomputation therefore repeats the same dropout with no saved state, and the numbers do
-not depend on how many workers there are or how they interleave.
+seed, step, micro-batch, place). Recomputation therefore repeats the same dropout with no saved state, and the numbers
+do not depend on how many workers there are or how they interleave.
 """
 
 import torch

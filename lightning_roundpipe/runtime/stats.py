@@ -29,8 +29,8 @@ class StepStats:
         num_samples: samples in the batch.
         start_s: start of the step, in seconds of `time.perf_counter`.
         stop_s: its end.
-        probed: whether the first micro-batch ran alone, to learn the order of calls; such a step says little about speed.
-        spans: the tickets that ran.
+        probed: whether the first micro-batch ran alone, to learn the order of calls; such a step says little about
+        speed. spans: the tickets that ran.
     """
 
     schedule: Schedule
@@ -49,9 +49,14 @@ class StepStats:
         return tuple(busy)
 
     @property
-    def bubble_ratio(self) -> float:
-        """1 - (busy time of all workers) / (workers x time from the first ticket to the last)."""
+    def window_s(self) -> float:
+        """From the start of the first ticket to the end of the last, in seconds."""
         if not self.spans:
             return 0.0
-        window = max(span.stop_s for span in self.spans) - min(span.start_s for span in self.spans)
-        return 1.0 - sum(self.busy_s) / (self.schedule.num_workers * window) if window > 0 else 0.0
+        return max(span.stop_s for span in self.spans) - min(span.start_s for span in self.spans)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """1 - (busy time of all workers) / (number of workers x window); 0 for a step without tickets."""
+        available = self.schedule.num_workers * self.window_s
+        return 1.0 - sum(self.busy_s) / available if available > 0 else 0.0

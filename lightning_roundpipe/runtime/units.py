@@ -102,7 +102,9 @@ def _named_modules(root: nn.Module, units: str | Sequence[str]) -> dict[int, str
     return wanted
 
 
-def _visit(module: nn.Module, name: str, wanted: dict[int, str], seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+def _visit(
+    module: nn.Module, name: str, wanted: dict[int, str], seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
     seen = set() if seen is None else seen
     if id(module) in seen or not _has_parameters(module):
         return

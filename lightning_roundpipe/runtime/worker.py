@@ -28,7 +28,7 @@ class Worker:
         self.index = index
         self.device = device
         self._store = store
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._stage = -1
         # Every value holds the host tensor of its key, so that an `id` is not given to another tensor meanwhile.
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}

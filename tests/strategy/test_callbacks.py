@@ -70,7 +70,9 @@ def test_learning_rate_monitor(tmp_path: Path) -> None:
     def logged(strategy: Any, devices: int, where: Path) -> list[str]:
         logger = CSVLogger(where, name="", version="")
         flags: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2}
-        train(lambda: seeded(Scheduled), residual_batches(), strategy, devices, callbacks=[LearningRateMonitor()], **flags)
+        train(
+            lambda: seeded(Scheduled), residual_batches(), strategy, devices, callbacks=[LearningRateMonitor()], **flags
+        )
         rows = (where / "metrics.csv").read_text().splitlines()
         column = rows[0].split(",").index("lr-AdamW")
         return [row.split(",")[column] for row in rows[1:]]
@@ -234,6 +236,8 @@ class Tunable(Residual):
         tokens, targets = residual_batches(num=1, rows=48)[0]
         return DataLoader(list(zip(tokens, targets, strict=True)), batch_size=self.batch_size)
 
+    val_dataloader = train_dataloader
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.batch_size > self.largest:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
@@ -261,14 +265,14 @@ def test_learning_rate_finder(tmp_path: Path) -> None:
 
 def test_batch_size_finder(tmp_path: Path) -> None:
     """Works, since there is one process; an out-of-memory error arrives as one, and ends the search."""
+    flags: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": True, "limit_val_batches": 0}
     module = seeded(lambda: Tunable(largest=8))
-    trainer = trainer_for(ours(), 2, default_root_dir=tmp_path, enable_checkpointing=True)
-    assert Tuner(trainer).scale_batch_size(module, mode="power", steps_per_trial=1, init_val=2) == 8
+    tuner = Tuner(trainer_for(ours(), 2, **flags))
+    assert tuner.scale_batch_size(module, mode="power", steps_per_trial=1, init_val=2) == 8
+
     module = seeded(lambda: Tunable(largest=12))
     finder = BatchSizeFinder(mode="binsearch", steps_per_trial=1, init_val=2)
-    flags: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": True, "limit_val_batches": 0}
-    trainer = trainer_for(ours(), 2, callbacks=[finder], **flags)
-    trainer.fit(module)
+    trainer_for(ours(), 2, callbacks=[finder], **flags).fit(module)
     assert finder.optimal_batch_size == 12
 
 

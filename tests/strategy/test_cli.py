@@ -23,7 +23,9 @@ QUIET = [
 
 
 def cli(*args: str, run: bool = True) -> LightningCLI:
-    return LightningCLI(BoringModel, args=[*(["fit"] if run else []), *QUIET, *args], run=run, save_config_callback=None)
+    return LightningCLI(
+        BoringModel, args=[*(["fit"] if run else []), *QUIET, *args], run=run, save_config_callback=None
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,13 @@ def test_several_nodes_are_refused() -> None:
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "RANK": "0",
+        "GROUP_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Exception, match="(?i)process"):
         trainer = trainer_for(RoundPipeStrategy(num_microbatches=2), 2)

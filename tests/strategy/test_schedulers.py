@@ -75,7 +75,9 @@ class ManualOptimizer(torch.optim.SGD):
         return loss
 
 
-@pytest.mark.parametrize("build", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adam, ManualOptimizer])
+@pytest.mark.parametrize(
+    "build", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adam, ManualOptimizer]
+)
 def test_optimizers_are_the_users_own(build: Any) -> None:
     """Any optimizer class trains, and the trainer keeps the object that ``configure_optimizers`` returned."""
     made: list[torch.optim.Optimizer] = []

@@ -1,0 +1,260 @@
+"""The command line: ``lightning-roundpipe simulate`` and ``lightning-roundpipe plan``.
+
+Both predict; neither needs a GPU.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_roundpipe.exceptions import RoundPipeError
+from lightning_roundpipe.plan.costs import CallCost, layer_costs
+from lightning_roundpipe.plan.devices import Machine
+from lightning_roundpipe.plan.picture import draw_timeline, timeline_as_text
+from lightning_roundpipe.plan.schedule import FixedOrder, FixedSchedule, Schedule
+from lightning_roundpipe.plan.search import Choice, judge, search, search_fixed
+from lightning_roundpipe.plan.simulator import Boundary
+from lightning_roundpipe.plan.stages import Plan
+from lightning_roundpipe.plan.timeline import Lane
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+__all__ = ["main"]
+
+_ROUNDPIPE = "roundpipe"
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        args: the arguments; those of the process by default.
+
+    Returns:
+        The exit status: 0, or 1 after an error that is reported on stderr.
+    """
+    try:
+        from jsonargparse import ArgumentParser
+    except ModuleNotFoundError:
+        return _fail("The command line needs jsonargparse. Run `pip install lightning-roundpipe[cli]`.")
+    parser = ArgumentParser(prog="lightning-roundpipe", description="Predicts training steps before they are run.")
+    commands = parser.add_subcommands(dest="command")
+    simulate_parser, plan_parser = ArgumentParser(), ArgumentParser()
+    _add_simulate_arguments(simulate_parser)
+    commands.add_subcommand("simulate", simulate_parser, help="Simulate a step from the times of layers.")
+    namespace = parser.parse_args(args)
+    options = namespace[namespace.command]
+    try:
+        report, picture = {"simulate": _simulate}[namespace.command](options)
+    except (RoundPipeError, ValueError, ModuleNotFoundError, OSError) as error:
+        return _fail(str(error))
+    if options.json:
+        _write(json.dumps(report, indent=2))
+    else:
+        _write_table(namespace.command, report)
+        _write(picture)
+    return 0
+
+
+def _add_simulate_arguments(parser: "ArgumentParser") -> None:
+    add = parser.add_argument
+    add("--layers", type=int, required=True, help="number of equal layers")
+    add("--forward-ms", type=float, required=True, help="forward time of a layer and micro-batch")
+    add("--backward-ms", type=float, required=True, help="its backward time, without recomputation")
+    add("--head-forward-ms", type=float, default=0.0, help="forward time of the head and the loss")
+    add("--head-backward-ms", type=float, default=0.0, help="their backward time")
+    add("--hop-ms", type=float, default=0.0, help="from the end of a stage to the start of the next on another GPU")
+    add("--gpus", type=int, required=True, help="number of workers")
+    add("--speeds", type=list[float], default=[], help="their speeds, if they differ: [1,1,0.5,...]")
+    add("--micro-batches", type=int, required=True, help="number of micro-batches of a step")
+    add("--schedule", type=str, default=_ROUNDPIPE, help=f"{_ROUNDPIPE}, {', '.join(FixedOrder)}")
+    add("--partition", type=str | None, default=None, help="layers per stage, `7-7|0-3-3-...`; searched by default")
+    add("--replica-groups", type=str, default="auto", help="number of replica groups; with a partition, auto is 1")
+    add("--rounds", type=str, default="auto", help="rounds of micro-batches; with a partition, auto is one per worker")
+    add("--early-recompute", type=str, default="auto", help="yes, no; with a partition of roundpipe, auto is yes")
+    add("--fused-layers", type=int, default=0, help="most layers of the fused stage, when it is searched")
+    add("--sync", type=str, default="sync", help=f"what a step waits for: {', '.join(Boundary)}")
+    add("--layer-mb", type=float, default=0.0, help="megabytes of weights of a layer, as uploaded")
+    add("--head-mb", type=float, default=0.0, help="megabytes of weights of the head")
+    add("--input-mb", type=float, default=0.0, help="megabytes of a layer's input for a micro-batch")
+    add("--link-gb-per-s", type=float, default=0.0, help="bandwidth of each GPU's link, each way; 0 for no limit")
+    add("--host-gb-per-s", type=float, default=0.0, help="bandwidth of host memory in all; 0 for no limit")
+    add("--picture", type=str | None, default=None, help="image file to draw the step into")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _simulate(options: "Namespace") -> tuple[dict[str, Any], str]:
+    """Report and text picture of ``simulate``."""
+    costs = _layer_costs(options)
+    link = options.link_gb_per_s * 1e9 or float("inf")
+    machine = Machine(
+        num_workers=_at_least_one("gpus", options.gpus),
+        speeds=tuple(options.speeds),
+        hop_s=options.hop_ms / 1e3,
+        h2d_bytes_per_s=link,
+        d2h_bytes_per_s=link,
+        host_bytes_per_s=options.host_gb_per_s * 1e9 or float("inf"),
+    )
+    boundary = Boundary(_one_of("sync", options.sync, list(Boundary)))
+    order = _one_of("schedule", options.schedule, [_ROUNDPIPE, *FixedOrder])
+    groups = None if options.replica_groups == "auto" else _integer("replica-groups", options.replica_groups)
+    _at_least_one("micro-batches", options.micro_batches)
+    early = _one_of("early-recompute", options.early_recompute, ["auto", "yes", "no"])
+    if options.partition is not None:
+        schedule = _schedule(options, order, groups or 1)
+        default = "yes" if order == _ROUNDPIPE else "no"
+        choice = judge(
+            schedule, costs, machine, boundary=boundary, early_recompute=(early, default)[early == "auto"] == "yes"
+        )
+    elif order == _ROUNDPIPE:
+        choice = search(
+            costs,
+            machine,
+            options.micro_batches,
+            boundary=boundary,
+            replica_groups=groups,
+            max_fused=1 + options.fused_layers,
+            early_recompute=early == "yes",
+        )
+    else:
+        choice = search_fixed(costs, machine, options.micro_batches, FixedOrder(order), boundary=boundary)
+    plan, timeline = choice.schedule.plan, choice.timeline
+    if options.picture:
+        draw_timeline(timeline, plan, options.picture)
+    return _report(choice), timeline_as_text(timeline, plan)
+
+
+def _layer_costs(options: "Namespace") -> tuple[CallCost, ...]:
+    def cost(forward_ms: float, backward_ms: float, megabytes: float) -> CallCost:
+        num_bytes = int(megabytes * 1e6)
+        return CallCost(
+            forward_s=forward_ms / 1e3,
+            backward_s=backward_ms / 1e3,
+            weight_bytes=num_bytes,
+            gradient_bytes=num_bytes,
+            sum_bytes=2 * num_bytes,  # summed in fp32, from weights and gradients in 16 bits
+            input_bytes=int(options.input_mb * 1e6),
+        )
+
+    return layer_costs(
+        cost(options.forward_ms, options.backward_ms, options.layer_mb),
+        _at_least_one("layers", options.layers),
+        cost(options.head_forward_ms, options.head_backward_ms, options.head_mb),
+    )
+
+
+def _schedule(options: "Namespace", order: str, replica_groups: int) -> Schedule:
+    """The schedule of ``--partition``, whose sizes count layers; the head comes on top of the last ones."""
+    try:
+        forward, *rest = [[int(size) for size in side.split("-")] for side in options.partition.split("|")]
+    except ValueError:
+        raise ValueError(
+            "`--partition` must be layers per stage such as `7-7-7-7|0-3-3-3` (roundpipe) or `3-3-4-4` (others), but"
+            f" got {options.partition!r}."
+        ) from None
+    if order != _ROUNDPIPE:
+        forward[-1] += 1
+        plan = Plan(tuple(forward), 0, tuple(forward[::-1]))
+    else:
+        if len(rest) != 1:
+            raise ValueError(
+                "`--partition` of roundpipe must have a forward and a backward side, `7-7-7-7|0-3-3-3`, but got"
+                f" {options.partition!r}."
+            )
+        fused, *backward = rest[0]
+        plan = Plan(tuple(forward), fused + 1, tuple(backward))
+    if plan.num_calls != options.layers + 1:
+        raise ValueError(
+            f"`--partition` must hold {options.layers} layers, but {options.partition!r} holds {plan.num_calls - 1}."
+        )
+    if order != _ROUNDPIPE:
+        return FixedSchedule(plan, options.gpus, options.micro_batches, order=FixedOrder(order))
+    rounds = max(1, options.micro_batches // options.gpus)
+    if options.rounds != "auto":
+        rounds = _integer("rounds", options.rounds)
+    return Schedule(plan, options.gpus, options.micro_batches, replica_groups, num_rounds=rounds)
+
+
+def _report(choice: Choice) -> dict[str, Any]:
+    timeline, schedule = choice.timeline, choice.schedule
+    window = timeline.settled_window
+    bubble = timeline.bubble(window)
+    return {
+        "makespan_ms": 1e3 * choice.step_s,
+        "bubble_pct": 100 * bubble.total,
+        "fill_pct": 100 * bubble.fill,
+        "drain_pct": 100 * bubble.drain,
+        "steady_pct": 100 * bubble.steady,
+        "stall_pct": 100 * bubble.stall,
+        "partition": _partition(schedule),
+        "replica_groups": schedule.replica_groups,
+        "rounds": schedule.num_rounds,
+        "link_busy_pct": {lane.value: 100 * timeline.busy(lane, window) for lane in Lane},
+    }
+
+
+def _partition(schedule: Schedule) -> str:
+    """The inverse of ``--partition``: the head is the last call, and is not counted."""
+    plan = schedule.plan
+    if isinstance(schedule, FixedSchedule):
+        return "-".join(map(str, (*plan.forward[:-1], plan.forward[-1] - 1)))
+    forward = "-".join(map(str, plan.forward))
+    return f"{forward}|{'-'.join(map(str, ((plan.fused or 1) - 1, *plan.backward)))}"
+
+
+# Output
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _fail(message: str) -> int:
+    sys.stderr.write(f"error: {message}\n")
+    return 1
+
+
+def _write_table(title: str, report: Mapping[str, Any]) -> None:
+    """Prints a report as a table, with rich where it is installed."""
+    rows = [(name.replace("_", " "), _text(value)) for name, value in report.items()]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ModuleNotFoundError:
+        width = max(len(name) for name, _ in rows)
+        _write("\n".join(f"{name:{width}}  {value}" for name, value in rows))
+        return
+    table = Table(title=title, show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    Console(file=sys.stdout).print(table)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+# Checks of arguments
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise ValueError(f"`--{name}` must be one of {', '.join(allowed)}, but got {value!r}.")
+    return value
+
+
+def _integer(name: str, value: str) -> int:
+    try:
+        return _at_least_one(name, int(value))
+    except ValueError:
+        raise ValueError(f"`--{name}` must be a whole number of at least 1 or `auto`, but got {value!r}.") from None
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"`--{name}` must be at least 1, but got {value}.")
+    return value
