@@ -116,7 +116,9 @@ class RoundPipeStrategy(ParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Make ``Trainer(strategy="roundpipe")`` known; called when this package is imported."""
-        strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+        # LightningCLI passes a bare class path on as a name, which Lightning looks up in lower case.
+        for name in (cls.strategy_name, f"lightning_roundpipe.{cls.__name__}".lower()):
+            strategy_registry.register(name, cls, description=cls.__name__)
 
     # ------------------------------------------------------------------ one process, whatever the number of workers
 

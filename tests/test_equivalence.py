@@ -73,7 +73,7 @@ def test_float64_with_uneven_split(case: Case) -> None:
 
 @each_case
 def test_nothing_bypasses_the_store(case: Case) -> None:
-    """While micro-batches run, the parameters of the module hold NaN: whoever computes with one of them is found out."""
+    """While micro-batches run, the parameters of the module hold NaN: whoever computes with one is found out."""
     from lightning_roundpipe.runtime.testing import poison_masters
 
     assert_equivalent(case, devices=2, num_microbatches=2, during=lambda trainer: poison_masters(trainer.strategy))
@@ -124,7 +124,7 @@ def test_last_batch_of_a_real_dataloader_is_smaller() -> None:
 @pytest.mark.parametrize("name", ["qwen3_tied", "gpt2", "t5", "bert_mlm"])
 @pytest.mark.parametrize("num_microbatches", [2, 3, 6])
 def test_ignored_labels(name: str, num_microbatches: int) -> None:
-    """Rows with different numbers of valid labels, the first row (with 6 micro-batches: the first micro-batch) has none.
+    """Rows have different numbers of valid labels, the first row (of 6 micro-batches: the first one) has none.
 
     A mean of means would be wrong here. Causal models shift the labels, so that one label a row is not counted.
     """
@@ -134,7 +134,7 @@ def test_ignored_labels(name: str, num_microbatches: int) -> None:
 
 
 class MeanOfRows(StepModule):
-    """A loss that is a mean over rows, although its labels hold -100: only ``loss_weight="samples"`` is right for it."""
+    """A loss that is a mean over rows, although its labels hold -100: only ``loss_weight="samples"`` is right."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,15 +200,28 @@ def test_only_tensors_of_batch_size_are_split() -> None:
     assert all(part["mode"] == "fast" and part["level"] == 3 for part in parts)
 
 
+def ambiguous_batch() -> dict[str, Any]:
+    """Three rows, and position ids that may be those of three axes."""
+    return {
+        "inputs": torch.randn(3, 16, generator=torch.Generator().manual_seed(0)),
+        "classes": torch.arange(3),
+        "scale": torch.tensor(1.0),
+        "position_ids": torch.arange(8).expand(3, 3, 8),
+    }
+
+
 def test_ambiguous_tensor_is_refused_by_name() -> None:
     """(3, B, S) position ids cannot be told from a batch of three rows."""
-    batch = {
-        "inputs": torch.randn(3, 16), "classes": torch.zeros(3, dtype=torch.long), "scale": torch.tensor(1.0),
-        "position_ids": torch.zeros(3, 3, 8, dtype=torch.long),
-    }  # fmt: skip
     trainer = trainer_for(RoundPipeStrategy(num_microbatches=3), devices=2)
     with pytest.raises(Exception, match="position_ids"):
-        trainer.fit(seeded(AsksForShapes), BatchDealer([batch]))
+        trainer.fit(seeded(AsksForShapes), BatchDealer([ambiguous_batch()]))
+
+
+@pytest.mark.parametrize(("rule", "shape"), [(1, (3, 1, 8)), (0, (1, 3, 8)), ("replicate", (3, 3, 8))])
+def test_split_rules(rule: int | str, shape: tuple[int, ...]) -> None:
+    strategy = RoundPipeStrategy(num_microbatches=3, split_rules={"position_ids": rule})
+    found = train(lambda: seeded(AsksForShapes), [ambiguous_batch()], strategy, devices=2)
+    assert [part["position_ids"] for part in found.module.seen] == [shape] * 3
 
 
 # -------------------------------------------------------------------------------------------------- parameters, buffers

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from lightning_roundpipe.plan.stages import Plan, Stage, StageKind
 
-__all__ = ["CallCost", "busy_seconds", "layer_costs", "stage_seconds"]
+__all__ = ["PRECISIONS", "CallCost", "CallCount", "Precision", "Work", "busy_seconds", "layer_costs", "stage_seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +65,100 @@ def busy_seconds(costs: Sequence[CallCost], plan: Plan) -> float:
 def layer_costs(layer: CallCost, num_layers: int, head: CallCost) -> tuple[CallCost, ...]:
     """Costs of a stack of equal layers and the head, which keeps its graph rather than recompute."""
     return (*[layer] * num_layers, replace(head, recompute_s=0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one direction of a call does.
+
+    Args:
+        product_flops: operations of matrix products (a multiplication and an addition are two).
+        attention_flops: operations of attention.
+        moved_bytes: bytes that all other operations read and write.
+        num_operations: number of operations, each a kernel.
+    """
+
+    product_flops: float = 0
+    attention_flops: float = 0
+    moved_bytes: float = 0
+    num_operations: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            product_flops=self.product_flops + other.product_flops,
+            attention_flops=self.attention_flops + other.attention_flops,
+            moved_bytes=self.moved_bytes + other.moved_bytes,
+            num_operations=self.num_operations + other.num_operations,
+        )
+
+    def times(self, scale: float) -> "Work":
+        """The same operations on so many times the data."""
+        return replace(
+            self,
+            product_flops=scale * self.product_flops,
+            attention_flops=scale * self.attention_flops,
+            moved_bytes=scale * self.moved_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Bytes for each weight, with an optimizer that keeps two moments (Adam).
+
+    Args:
+        compute_bytes: of its compute copy and of its gradient on the worker.
+        trained_bytes: of all that the host keeps for a trained weight.
+        update_bytes: that an update reads and writes.
+        sum_bytes: that the sum of several replica groups' gradients writes.
+    """
+
+    compute_bytes: int
+    trained_bytes: int
+    update_bytes: int
+    sum_bytes: int
+
+
+PRECISIONS = {
+    # fp32 master, gradient and two moments; 16-bit compute copy and landing buffer.
+    "bf16-mixed": Precision(compute_bytes=2, trained_bytes=4 * 4 + 2 * 2, update_bytes=4 * 7 + 2, sum_bytes=4),
+    "16-mixed": Precision(compute_bytes=2, trained_bytes=4 * 4 + 2 * 2, update_bytes=4 * 7 + 2, sum_bytes=4),
+    # Master, gradient and two moments in 16 bits.
+    "bf16-true": Precision(compute_bytes=2, trained_bytes=4 * 2, update_bytes=7 * 2, sum_bytes=2),
+    "16-true": Precision(compute_bytes=2, trained_bytes=4 * 2, update_bytes=7 * 2, sum_bytes=2),
+    # The same in 32 bits.
+    "32-true": Precision(compute_bytes=4, trained_bytes=4 * 4, update_bytes=7 * 4, sum_bytes=4),
+}
+"""By the names of Lightning's ``Trainer(precision=...)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCount:
+    """What a call does and holds, for the micro-batch for which it was counted; independent of any device.
+
+    Args:
+        forward: work forward.
+        backward: work backward, without recomputation.
+        weight_bytes: bytes of weights, as uploaded.
+        gradient_bytes: bytes of gradients of the trained ones, as downloaded.
+        input_bytes: bytes of the inputs that change from micro-batch to micro-batch.
+        output_bytes: bytes of the outputs.
+        graph_bytes: bytes alive after forward with a graph.
+        working_bytes: bytes beyond those at the peak of forward and backward; gradients of weights not counted.
+        num_weights: number of weights that no earlier call has used.
+        num_trained: number of trained weights among them.
+    """
+
+    forward: Work
+    backward: Work
+    weight_bytes: int
+    gradient_bytes: int
+    input_bytes: int
+    output_bytes: int
+    graph_bytes: int
+    working_bytes: int
+    num_weights: int = 0
+    num_trained: int = 0
+
+    def with_stored(self, numbers: tuple[int, int]) -> "CallCount":
+        """The same call with other numbers of weights and trained weights that it is the first to use."""
+        return replace(self, num_weights=numbers[0], num_trained=numbers[1])

@@ -33,10 +33,16 @@ def stage_bytes(costs: Sequence[CallCost], stage: Stage) -> tuple[int, int]:
 
 
 def worker_bytes(costs: Sequence[CallCost], plan: Plan, *, streams_weights: bool = True) -> int:
-    """Memory that every worker needs: two slots of the largest stage, and the most that a stage needs besides."""
-    stages = [stage_bytes(costs, stage) for stage in plan.stages]
-    slot = max((slot for slot, _ in stages), default=0)
-    return 2 * slot * streams_weights + max((besides for _, besides in stages), default=0)
+    """Memory that every worker needs: two slots of the largest stage, and the most that a stage needs besides.
+
+    The fused stage works on logits, whose blocks are like nothing else; an allocator that has once given them out does
+    not reuse them for layers. So the needs of the fused stage and of the largest other stage add up.
+    """
+    needs = [stage_bytes(costs, stage) for stage in plan.stages]
+    slot = max((slot for slot, _ in needs), default=0)
+    fused = sum(besides for _, besides in needs[plan.fused_stage : plan.fused_stage + 1])
+    others = max((besides for stage, (_, besides) in enumerate(needs) if stage != plan.fused_stage), default=0)
+    return 2 * slot * streams_weights + fused + others
 
 
 def host_bytes(costs: Sequence[CallCost], schedule: Schedule) -> int:

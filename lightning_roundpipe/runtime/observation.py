@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_roundpipe.exceptions import UnsupportedUseError
+
 __all__ = ["ParameterSubstitution", "StepObservation"]
+
+_GRADIENT_INSIDE_STEP = (
+    "`torch.autograd.grad` was asked for a gradient that does not reach its inputs. Through a streamed unit none can,"
+    " while `training_step` runs: units are differentiated after it returns. Make one unit of what is differentiated"
+    " (`RoundPipeStrategy(units=[...])`) and call `torch.autograd.grad` inside its forward, or train this model without"
+    " RoundPipeStrategy."
+)
 
 _TENSOR_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
@@ -67,6 +76,21 @@ class StepObservation(ParameterSubstitution):
         super().__init__(parameters, lookup)
         self._on_hidden_parameter = on_hidden_parameter
         self.losses: list[tuple[Tensor, int]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.autograd.grad:
+            return super().__torch_function__(func, types, args, kwargs)
+        try:
+            gradients = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "used in the graph" not in str(error):
+                raise
+            raise UnsupportedUseError(_GRADIENT_INSIDE_STEP) from error
+        if any(gradient is None for gradient in gradients):
+            raise UnsupportedUseError(_GRADIENT_INSIDE_STEP)
+        return gradients
 
     def substituted(self, parameter: Tensor) -> None:
         """Tell about it."""

@@ -25,7 +25,6 @@ __all__ = [
     "assert_equivalent",
     "assert_results_close",
     "assert_results_equal",
-    "as_float64",
     "double_batches",
     "in_microbatches",
     "reference",

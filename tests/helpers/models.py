@@ -91,9 +91,9 @@ def case(name: str, batches: Callable[[], Batches], float64: bool = True) -> Cal
 
 
 def token_batches(num: int = 5, rows: int = 6, positions: int = 8, ignored: bool = False) -> Batches:
-    """Batches ``{"input_ids", "labels"}`` of shape (B, S); with ``ignored``, row r keeps r % S labels, the rest are -100.
+    """Batches ``{"input_ids", "labels"}`` of shape (B, S).
 
-    Rows without a single valid label are among them, so that some micro-batches have no label at all.
+    With ``ignored``, row r keeps r % S labels and the rest are -100: some micro-batches then have no label at all.
     """
     generator = torch.Generator().manual_seed(num * rows)
     batches = []
@@ -107,7 +107,7 @@ def token_batches(num: int = 5, rows: int = 6, positions: int = 8, ignored: bool
 
 
 def masked_batches(num: int = 5, rows: int = 6, positions: int = 8) -> Batches:
-    """Masked language modelling: like :func:`token_batches`, about a third of the labels kept, and an attention mask."""
+    """Masked language modelling: about a third of the labels are kept, and there is an attention mask."""
     generator = torch.Generator().manual_seed(17)
     batches = token_batches(num, rows, positions)
     for batch in batches:
@@ -293,7 +293,8 @@ def _cnn() -> L.LightningModule:
     return Classifier(
         nn.Sequential(
             nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
+            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Linear(16, 10),
         )
     )  # fmt: skip
 

@@ -209,6 +209,7 @@ def test_model_checkpoint_leaves_the_expected_files(tmp_path: Path) -> None:
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*ckpt_path")
 def test_saving_after_test_and_from_an_exception(tmp_path: Path) -> None:
     class Fails(Resumable):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

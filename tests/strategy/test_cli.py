@@ -16,15 +16,27 @@ import lightning_roundpipe
 from lightning_roundpipe import RoundPipeStrategy
 from tests.helpers.equivalence import trainer_for
 
+CLASS_PATH = "lightning_roundpipe.RoundPipeStrategy"
 QUIET = [
     "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.fast_dev_run=1", "--trainer.logger=false",
-    "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.enable_checkpointing=false",
+    "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false",
+    "--trainer.enable_checkpointing=false",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning warns if arguments are given to the CLI while the process, here pytest, has some, too."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
 
 
 def cli(*args: str, run: bool = True) -> LightningCLI:
     return LightningCLI(
-        BoringModel, args=[*(["fit"] if run else []), *QUIET, *args], run=run, save_config_callback=None
+        BoringModel,
+        args=[*(["fit"] if run else []), *QUIET, *args],
+        run=run,
+        save_config_callback=None,
+        seed_everything_default=False,
     )
 
 
@@ -32,8 +44,8 @@ def cli(*args: str, run: bool = True) -> LightningCLI:
     "argument",
     [
         "--trainer.strategy=roundpipe",
-        "--trainer.strategy=lightning_roundpipe.RoundPipeStrategy",
-        '--trainer.strategy={"class_path": "lightning_roundpipe.RoundPipeStrategy", "init_args": {"num_microbatches": 1}}',
+        f"--trainer.strategy={CLASS_PATH}",
+        f'--trainer.strategy={{"class_path": "{CLASS_PATH}", "init_args": {{"num_microbatches": 1}}}}',
     ],
     ids=["name", "class_path", "init_args"],
 )
@@ -51,7 +63,7 @@ def test_yaml_file_and_printed_config(tmp_path: Path, capsys: pytest.CaptureFixt
         "optimizer_overlap": "off",
         "workers_per_device": 1,
     }
-    strategy = {"class_path": "lightning_roundpipe.RoundPipeStrategy", "init_args": arguments}
+    strategy = {"class_path": CLASS_PATH, "init_args": arguments}
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
     assert isinstance(cli("--config", str(config)).trainer.strategy, RoundPipeStrategy)
@@ -76,7 +88,6 @@ def test_unknown_argument_is_refused_by_name(capsys: pytest.CaptureFixture[str])
 
 def test_registered_once() -> None:
     assert "roundpipe" in StrategyRegistry
-    RoundPipeStrategy.register_strategies(StrategyRegistry) if "roundpipe" not in StrategyRegistry else None
     trainer = trainer_for("roundpipe", 2)
     assert isinstance(trainer.strategy, RoundPipeStrategy)
     assert set(lightning_roundpipe.__all__) >= {"RoundPipeStrategy", "RoundPipePrecision"}

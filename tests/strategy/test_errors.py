@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.helpers.equivalence import BatchDealer, TrainResult, assert_results_close, train, trainer_for
+from tests.helpers.equivalence import BatchDealer, assert_results_close, train, trainer_for
 from tests.helpers.models import Residual, residual_batches, seeded
 
 LONGEST_WAIT_S = 5.0
@@ -201,6 +201,7 @@ def test_error_in_validation(reference: dict[str, Tensor]) -> None:
     trainer = trainer_for(ours(), 2)
     with pytest.raises(Planted) as caught:
         trainer.validate(module, BatchDealer(fragile_batches()))
+    module.train()  # Lightning leaves the mode as it was when the error came.
     assert "blocks.2" in " ".join(caught.value.__notes__)
     assert_next_fit_is_right(module, reference)
 
@@ -234,8 +235,9 @@ def test_error_in_code_around_the_units(place: str, reference: dict[str, Tensor]
 @pytest.mark.parametrize(
     "hook",
     [
-        "setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_batch_start", "on_before_zero_grad",
-        "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end",
+        "setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_batch_start",
+        "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+        "on_train_batch_end", "on_train_epoch_end",
     ],
 )  # fmt: skip
 def test_error_in_a_hook(hook: str, reference: dict[str, Tensor]) -> None:
@@ -348,35 +350,33 @@ def test_module_on_another_device_or_shape_of_batch_is_reported_by_torch() -> No
         trainer_for(ours(), 2).fit(module, BatchDealer([batch]))
 
 
-def test_in_place_change_of_an_input_is_right_or_reported() -> None:
-    """A unit that changes its input in place would see the changed one in recomputation."""
+class ChangesInput(nn.Module):
+    """Adds to its input in place."""
 
-    class ChangesInput(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x += 1.0
-            return self.linear(x)
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1.0
+        return self.linear(x)
 
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # `pytest.warns` hands Lightning's own on without their module.
+def test_input_changed_in_place_is_recomputed_from_what_it_was() -> None:
     class Changes(Residual):
         def __init__(self) -> None:
             super().__init__(num_blocks=0)
             self.blocks = nn.ModuleList(ChangesInput() for _ in range(5))
 
     expected = train(lambda: seeded(Changes), residual_batches())
-    try:
+    with pytest.warns(UserWarning, match=r"`blocks\.0` changes its arguments in place"):
         found = train(lambda: seeded(Changes), residual_batches(), ours(), 2)
-    except Exception as error:
-        assert "blocks." in f"{error} {getattr(error, '__notes__', '')}"
-        assert "place" in str(error)
-        return
     assert_results_close(expected, found, rtol=1e-5)
 
 
-def test_double_backward_is_refused_or_right() -> None:
-    """A gradient penalty needs the graph of the backward pass, which streaming does not keep."""
+def test_double_backward_is_refused() -> None:
+    """A gradient penalty needs the graph of the whole forward pass, which streaming does not keep."""
 
     class Penalised(Residual):
         def loss(self, batch: Any) -> Tensor:
@@ -387,10 +387,5 @@ def test_double_backward_is_refused_or_right() -> None:
             (gradient,) = torch.autograd.grad(self.head(y).square().mean(), x, create_graph=True)
             return gradient.square().mean()
 
-    expected = train(lambda: seeded(Penalised), residual_batches())
-    try:
-        found: TrainResult = train(lambda: seeded(Penalised), residual_batches(), ours(), 2)
-    except Exception as error:
-        assert len(str(error)) > 40, "the refusal must say what to do instead"
-        return
-    assert_results_close(expected, found, rtol=1e-4)
+    with pytest.raises(RuntimeError, match=r"autograd\.grad.*unit"):
+        train(lambda: seeded(Penalised), residual_batches(), ours(), 2)

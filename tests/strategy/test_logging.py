@@ -132,6 +132,7 @@ def test_logging_interval_and_accumulation() -> None:
     assert_same_logs(LogsEverywhere, log_every_n_steps=2, accumulate_grad_batches=2)
 
 
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
 def test_logged_loss_of_padded_batches_is_the_loss_of_the_batch() -> None:
     """Weighted by valid labels, as the loss itself is; the epoch mean is still weighted by rows."""
     assert_same_logs(CASES["gpt2"].module, 3, batches=token_batches(ignored=True))
