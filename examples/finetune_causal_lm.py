@@ -9,6 +9,7 @@ The model comes from a config, so nothing is downloaded. The LightningModule and
 """
 
 import argparse
+import os
 import sysconfig
 import time
 from collections.abc import Sequence
@@ -172,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     callbacks: list[L.Callback] = [history]
     strategy: RoundPipeStrategy | str = "auto"
     if args.strategy == "roundpipe":
+        if args.accelerator == "cpu":  # virtual workers share the cores instead of fighting for them
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.devices))
         strategy = RoundPipeStrategy(num_microbatches=args.micro_batches)
         callbacks.append(BubbleRatioMonitor())
 

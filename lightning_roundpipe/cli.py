@@ -5,13 +5,17 @@ Both predict; neither needs a GPU.
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_roundpipe.exceptions import RoundPipeError
-from lightning_roundpipe.plan.costs import CallCost, layer_costs
-from lightning_roundpipe.plan.devices import Machine
-from lightning_roundpipe.plan.picture import draw_timeline, timeline_as_text
+from lightning_roundpipe.exceptions import PlanError, RoundPipeError
+from lightning_roundpipe.plan.costs import PRECISIONS, CallCost, CallCount, layer_costs
+from lightning_roundpipe.plan.devices import PROFILES, Machine, load_profile
+from lightning_roundpipe.plan.files import save_schedule, schedule_to_dict
+from lightning_roundpipe.plan.picture import draw_timeline, plan_as_text, timeline_as_text
+from lightning_roundpipe.plan.predict import Setup, least_memory, longest_sequence, predict
 from lightning_roundpipe.plan.schedule import FixedOrder, FixedSchedule, Schedule
 from lightning_roundpipe.plan.search import Choice, judge, search, search_fixed
 from lightning_roundpipe.plan.simulator import Boundary
@@ -19,6 +23,7 @@ from lightning_roundpipe.plan.stages import Plan
 from lightning_roundpipe.plan.timeline import Lane
 
 if TYPE_CHECKING:
+    import torch
     from jsonargparse import ArgumentParser, Namespace
 
 __all__ = ["main"]
@@ -41,13 +46,14 @@ def main(args: list[str] | None = None) -> int:
         return _fail("The command line needs jsonargparse. Run `pip install lightning-roundpipe[cli]`.")
     parser = ArgumentParser(prog="lightning-roundpipe", description="Predicts training steps before they are run.")
     commands = parser.add_subcommands(dest="command")
-    simulate_parser, plan_parser = ArgumentParser(), ArgumentParser()
-    _add_simulate_arguments(simulate_parser)
-    commands.add_subcommand("simulate", simulate_parser, help="Simulate a step from the times of layers.")
+    for name, (add_arguments, _, purpose) in _COMMANDS.items():
+        command_parser = ArgumentParser(description=purpose)
+        add_arguments(command_parser)
+        commands.add_subcommand(name, command_parser, help=purpose)
     namespace = parser.parse_args(args)
     options = namespace[namespace.command]
     try:
-        report, picture = {"simulate": _simulate}[namespace.command](options)
+        report, picture = _COMMANDS[namespace.command][1](options)
     except (RoundPipeError, ValueError, ModuleNotFoundError, OSError) as error:
         return _fail(str(error))
     if options.json:
@@ -202,6 +208,125 @@ def _partition(schedule: Schedule) -> str:
         return "-".join(map(str, (*plan.forward[:-1], plan.forward[-1] - 1)))
     forward = "-".join(map(str, plan.forward))
     return f"{forward}|{'-'.join(map(str, ((plan.fused or 1) - 1, *plan.backward)))}"
+
+
+# plan
+
+
+def _add_plan_arguments(parser: "ArgumentParser") -> None:
+    add = parser.add_argument
+    add("--model", type=str, required=True, help="folder of a Hugging Face causal language model, or its config.json")
+    add("--gpu", type=str, default="rtx-4090", help=", ".join(PROFILES))
+    add("--profile", type=str | None, default=None, help="JSON file with a measured profile, instead of --gpu")
+    add("--gpus", type=int, default=1, help="number of GPUs")
+    add("--sequence", type=int, default=2048, help="tokens of a sequence")
+    add("--batch", type=int, default=16, help="sequences of a step")
+    add("--precision", type=str, default="bf16-mixed", help=", ".join(PRECISIONS))
+    add("--lora-rank", type=int, default=0, help="train LoRA adapters of this rank on all linear layers; 0 trains all")
+    add("--loss", type=str, default="chunked", help="chunked, as fused losses form logits; or full, all at once")
+    add("--sync", type=str, default="exact", help=f"what a step waits for: {', '.join(Boundary)}")
+    add("--host-memory-gb", type=float, default=0.0, help="host memory; 0 for no limit")
+    add("--host-gb-per-s", type=float, default=200.0, help="bandwidth of host memory; 0 for no limit")
+    add("--output", type=str | None, default=None, help="file to write the plan to")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _plan(options: "Namespace") -> tuple[dict[str, Any], str]:
+    """Report and text picture of ``plan``."""
+    sequence = _at_least_one("sequence", options.sequence)
+    precision = PRECISIONS[_one_of("precision", options.precision, list(PRECISIONS))]
+    loss = _one_of("loss", options.loss, ["chunked", "full"])
+    boundary = Boundary(_one_of("sync", options.sync, list(Boundary)))
+    if options.profile is not None:
+        profile = load_profile(options.profile)
+    else:
+        profile = PROFILES[_one_of("gpu", options.gpu, list(PROFILES))]
+    setup = Setup(
+        counts=_counts(options.model, sequence, precision.compute_bytes, options.lora_rank),
+        sequence=sequence,
+        profile=profile,
+        num_workers=_at_least_one("gpus", options.gpus),
+        precision=precision,
+        chunked_loss=loss == "chunked",
+        host_bytes_per_s=options.host_gb_per_s * 1e9 or float("inf"),
+        host_memory_bytes=options.host_memory_gb * 1e9 or float("inf"),
+    )
+    _at_least_one("batch", options.batch)
+    report = {"max_sequence": longest_sequence(setup)}
+    if setup.chunked_loss:
+        report["max_sequence_full_loss"] = longest_sequence(replace(setup, chunked_loss=False))
+    try:
+        prediction = predict(setup, options.batch, boundary=boundary)
+    except PlanError as error:
+        gpu_peak_bytes, on_host = least_memory(setup, sequence)
+        return {"fits": False, "gpu_peak_bytes": gpu_peak_bytes, "host_bytes": on_host} | report | {
+            "step_ms": None,
+            "tokens_per_s": None,
+            "bubble_pct": None,
+            "limit": "memory",
+            "plan": None,
+        }, str(error)
+    choice = prediction.choice
+    if options.output is not None:
+        save_schedule(choice.schedule, options.output)
+    return {
+        "fits": True,
+        "gpu_peak_bytes": choice.worker_bytes,
+        "host_bytes": choice.host_bytes,
+        "step_ms": 1e3 * choice.step_s,
+        "tokens_per_s": prediction.tokens_per_s,
+        "bubble_pct": 100 * choice.timeline.bubble(choice.timeline.settled_window).total,
+        "limit": prediction.limit,
+        "busy_pct": {name: 100 * share for name, share in prediction.busy.items()},
+        "micro_batch": prediction.microbatch,
+        **report,
+        "plan": schedule_to_dict(choice.schedule),
+    }, f"{plan_as_text(choice.schedule.plan)}\n{timeline_as_text(choice.timeline, choice.schedule.plan)}"
+
+
+def _counts(path: str, sequence: int, compute_bytes: int, lora_rank: int) -> tuple[CallCount, ...]:
+    """Counts the calls of a causal language model for one sequence, from its configuration alone."""
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Planning from a configuration needs transformers. Run `pip install lightning-roundpipe[hf]`."
+        ) from error
+    if not Path(path).exists():
+        raise ValueError(f"`--model` must be a folder with a config.json, or such a file, but {path!r} does not exist.")
+    from lightning_roundpipe.runtime.counting import count_calls
+
+    config = AutoConfig.from_pretrained(path)
+    make_model: Callable[..., torch.nn.Module] = AutoModelForCausalLM.from_config
+
+    def build() -> "torch.nn.Module":
+        dtype = torch.float32 if compute_bytes == 4 else torch.bfloat16
+        model = make_model(config, dtype=dtype)
+        return _with_lora(model, lora_rank) if lora_rank else model
+
+    return count_calls(
+        build,
+        lambda: {"input_ids": torch.zeros(1, sequence, dtype=torch.long), "use_cache": False},
+        causal=True,
+    )
+
+
+def _with_lora(model: "torch.nn.Module", rank: int) -> "torch.nn.Module":
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("`--lora-rank` needs peft. Run `pip install lightning-roundpipe[hf]`.") from error
+    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"), autocast_adapter_dtype=False)
+
+
+_COMMANDS: dict[
+    str, tuple[Callable[["ArgumentParser"], None], Callable[["Namespace"], tuple[dict[str, Any], str]], str]
+]
+_COMMANDS = {
+    "simulate": (_add_simulate_arguments, _simulate, "Simulate a step from the times of layers."),
+    "plan": (_add_plan_arguments, _plan, "Say whether a model fits, how fast it trains, and what limits it."),
+}
 
 
 # Output

@@ -78,5 +78,6 @@ def linear_cross_entropy(
             "`hidden` must be (tokens, width), `labels` (tokens,) and `weight` (vocabulary, width), but got"
             f" {list(hidden.shape)}, {list(labels.shape)} and {list(weight.shape)}. Flatten batch and sequence first."
         )
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, ignore_index, chunk_tokens)  # type: ignore[no-untyped-call]
+    apply = _LinearCrossEntropy.apply
+    loss: Tensor = apply(hidden, weight, labels, ignore_index, chunk_tokens)
     return loss

@@ -53,6 +53,11 @@ class RoundPipePrecision(Precision):
         """The factor that keeps small float16 gradients from vanishing; 1 for other precisions."""
         return 1.0
 
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype to which float32 weights are converted for computation; None to leave them."""
+        return None
+
     @staticmethod
     def adopt(plugin: Precision | None) -> "RoundPipePrecision":
         """The plugin of this package that does what one of Lightning's own does.
@@ -107,6 +112,10 @@ class _RoundPipeMixed(RoundPipePrecision, MixedPrecision):
     @property
     def loss_scale(self) -> float:
         return self.scaler.get_scale() if self.scaler is not None else 1.0
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the scaler also under the name by which Lightning's own plugin finds it."""

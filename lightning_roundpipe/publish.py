@@ -16,7 +16,9 @@ __all__ = ["publish_gradients"]
 
 class _Publish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, scale: float, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, loss: Tensor, scale: float, gradients: Sequence[tuple[Tensor, Tensor]], *parameters: Tensor
+    ) -> Tensor:
         ctx.scale = scale
         ctx.gradients = gradients
         return loss.clone()
@@ -30,9 +32,20 @@ class _Publish(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         factor = grad_loss.item() / ctx.scale
-        if factor != 1.0:
-            gradients = [gradient * factor for gradient in gradients]
-        return None, None, None, *gradients
+        with torch.no_grad():
+            return None, None, None, *(_publish(parameter, gradient, factor) for parameter, gradient in gradients)
+
+
+def _publish(parameter: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
+    """Add ``factor * gradient`` to ``parameter.grad``, or return it for autograd to do so, where hooks wait for it."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return gradient * factor
+    # Not through autograd: it would copy the gradient, which we keep the memory of.
+    if parameter.grad is None:
+        parameter.grad = gradient if factor == 1.0 else gradient.mul_(factor)
+    else:
+        parameter.grad += gradient if factor == 1.0 else gradient * factor
+    return None
 
 
 def publish_gradients(loss: Tensor, gradients: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
@@ -49,5 +62,5 @@ def publish_gradients(loss: Tensor, gradients: Sequence[tuple[Tensor, Tensor]], 
     parameters = [parameter for parameter, _ in gradients]
     if not parameters:
         return loss.clone().requires_grad_()
-    published: Tensor = _Publish.apply(loss, scale, [gradient for _, gradient in gradients], *parameters)  # type: ignore[no-untyped-call]
+    published: Tensor = _Publish.apply(loss, scale, gradients, *parameters)
     return published

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import move_data_to_device, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObject
 from lightning_roundpipe.runtime.randomness import counted_seed
 from lightning_roundpipe.runtime.stats import StepStats
 from lightning_roundpipe.runtime.units import find_units
+from lightning_roundpipe.runtime.worker import Worker
 from lightning_roundpipe.step_log import StepLog
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class RoundPipeStrategy(ParallelStrategy):
         workers_per_device: number of workers that share each device.
         split_rules: how to split named parts of a batch whose shape does not tell: key or path (patterns allowed) to
             the dim to split on, or ``"replicate"``.
+        gpu_memory_limit: share of the GPU memory that is free at the start which may be used.
         accelerator: see `lightning.pytorch.strategies.Strategy`.
         checkpoint_io: see there.
         precision_plugin: see there; by default what ``Trainer(precision=...)`` says.
@@ -86,6 +89,7 @@ class RoundPipeStrategy(ParallelStrategy):
         optimizer_overlap: str = "off",
         workers_per_device: int = 1,
         split_rules: dict[str, int | str] | None = None,
+        gpu_memory_limit: float = 0.9,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
@@ -95,6 +99,8 @@ class RoundPipeStrategy(ParallelStrategy):
             raise ValueError(f"`num_microbatches` must be 'auto' or at least 1, but got {num_microbatches!r}.")
         if not isinstance(workers_per_device, int) or workers_per_device < 1:
             raise ValueError(f"`workers_per_device` must be at least 1, but got {workers_per_device!r}.")
+        if not 0 < gpu_memory_limit <= 1:
+            raise ValueError(f"`gpu_memory_limit` must be above 0 and at most 1, but got {gpu_memory_limit!r}.")
         if optimizer_overlap != "off":
             raise ValueError(f"`optimizer_overlap` must be 'off', but got {optimizer_overlap!r}.")
         if units != "auto" and not units:
@@ -104,6 +110,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._loss_weight = _resolve_loss_weight(loss_weight)
         self._optimizer_overlap = optimizer_overlap
         self._workers_per_device = workers_per_device
+        self._gpu_memory_limit = gpu_memory_limit
         self._split_rules = dict(split_rules or {})
         self._num_nodes = 1
         self._executor: Executor | None = None
@@ -249,6 +256,8 @@ class RoundPipeStrategy(ParallelStrategy):
             plan_evaluation=balanced_evaluation_plan,
             warn=rank_zero_warn,
             on_glue=lambda device: setattr(module, "_device", device),
+            compute_dtype=self.precision_plugin.compute_dtype,
+            gpu_memory_limit=self._gpu_memory_limit,
         )
         _log.debug("units: %s", ", ".join(map(str, self._executor.units)))
 
@@ -318,6 +327,8 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Drop the executor. May be called before `setup`, after an error, and twice."""
+        if self._executor is not None:
+            self._executor.close()
         self._executor = None
         self._step_log = None
         self._base_seed = None
@@ -330,6 +341,39 @@ class RoundPipeStrategy(ParallelStrategy):
         state: dict[str, Any] = super().__getstate__()
         state["_executor"] = state["_step_log"] = None
         return state
+
+    # ------------------------------------------------------------------ when weights may change between steps
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step as ever; the workers' copies are then out of date."""
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._weights_may_change()
+
+    def on_train_start(self) -> None:
+        """Hooks may have changed weights."""
+        self._weights_may_change()
+
+    def on_validation_start(self) -> None:
+        """Hooks may have changed weights (an average may have been swapped in)."""
+        self._weights_may_change()
+
+    def on_validation_end(self) -> None:
+        """Hooks may have changed weights (an average may have been swapped out)."""
+        self._weights_may_change()
+
+    def on_test_start(self) -> None:
+        """Hooks may have changed weights."""
+        self._weights_may_change()
+
+    def on_predict_start(self) -> None:
+        """Hooks may have changed weights."""
+        self._weights_may_change()
+
+    def _weights_may_change(self) -> None:
+        if self._executor is not None:
+            self._executor.invalidate()
 
     # ------------------------------------------------------------------ steps
 
@@ -413,9 +457,15 @@ class RoundPipeStrategy(ParallelStrategy):
             watch=not trains,
         )
 
-        def function(index: int, device: torch.device) -> Any:
+        uploaded: list[Any] = []  # see `Worker.uploading`
+
+        def function(index: int, worker: Worker) -> Any:
             micro_batch = micro_batches[index]
-            data = micro_batch.data if device == _HOST else move_data_to_device(micro_batch.data, device)
+            data = micro_batch.data
+            if worker.device != _HOST:
+                with worker.uploading():
+                    data = move_data_to_device(data, worker.device)
+                uploaded.append(data)
             with step_log.micro_batch(index, micro_batch.num_samples):
                 return step(data, *rest, **kwargs)
 
@@ -431,11 +481,21 @@ class RoundPipeStrategy(ParallelStrategy):
                 objective,
                 trains=trains,
                 seed=self._seed(kind, rest),
+                overwrites_grad=trains and self._grad_is_spent(rest[0] if rest else 0),
             )
         self._labels_shifted = objective.labels_shifted
         self._step_stats = result.stats
         step_log.flush(result.losses if trains else objective.seen, objective.shares())
         return result, micro_batches, objective
+
+    def _grad_is_spent(self, batch_idx: int) -> bool:
+        """Whether Lightning will clear ``.grad`` before it adds this step's gradients, and nobody looks at it."""
+        module, trainer = self._module, self._module.trainer
+        hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+        return batch_idx % trainer.accumulate_grad_batches == 0 and not (
+            any(is_overridden(hook, module) for hook in hooks)
+            or any(is_overridden(hooks[0], callback) for callback in _callbacks(trainer))
+        )
 
     def _count_microbatches(self) -> int:
         if isinstance(self._num_microbatches, int):
@@ -471,6 +531,10 @@ def _resolve_loss_weight(loss_weight: str | Callable[[Any], float]) -> LossWeigh
         raise TypeError(f"`loss_weight` must name a function, but {loss_weight!r} is a {type(function).__name__}.")
     weight: LossWeight = function
     return weight
+
+
+def _callbacks(trainer: "Trainer") -> list[Any]:
+    return list(getattr(trainer, "callbacks", ()))
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -53,6 +53,7 @@ def leaves_nothing_behind() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     deterministic = torch.are_deterministic_algorithms_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    num_threads = torch.get_num_threads()
 
     yield
 
@@ -80,9 +81,10 @@ def leaves_nothing_behind() -> Iterator[None]:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         complaints.append("autocast is switched on")
 
-    # Trainer(deterministic=True) sets these for the process and never resets them: no fault of the test.
+    # Set for the process by Trainer(deterministic=True) and by the examples, and never reset: no fault of a test.
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+    torch.set_num_threads(num_threads)
 
     if complaints:
         pytest.fail("this test left something behind: " + "; ".join(complaints), pytrace=False)

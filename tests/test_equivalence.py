@@ -4,9 +4,13 @@ Every case of ``tests.helpers.models`` trains for an epoch with optimizer and sc
 logged value and optimizer moment is compared.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -18,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.exceptions import UnsupportedUseError
+from lightning_roundpipe.plan.stages import Plan
 from tests.helpers.equivalence import (
     BatchDealer,
     as_float64,
@@ -370,6 +376,113 @@ def test_lora(tmp_path: Any) -> None:
     assert_results_close(expected_again, again, rtol=1e-5)
 
 
+# ----------------------------------------------------------------------------------- what must never go wrong silently
+
+
+@dataclass
+class Carrier:
+    """What some models pass from block to block; torch's pytree does not know it."""
+
+    x: Tensor
+    depth: int
+
+
+class CarrierBlock(Block):
+    def forward(self, carrier: Carrier) -> Carrier:  # type: ignore[override]
+        return Carrier(super().forward(carrier.x), carrier.depth + 1)
+
+
+class RemembersBlock(Block):
+    """Leaves an auxiliary loss on itself, for the training step to pick up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.auxiliary = x.square().mean()
+        return x
+
+
+class AppendsBlock(Block):
+    """Appends its output to a list of its caller."""
+
+    def forward(self, x: Tensor, outputs: list[Tensor]) -> Tensor:  # type: ignore[override]
+        outputs.append(super().forward(x))
+        return outputs[-1]
+
+
+class PassesDataclass(Residual):
+    block_type: type[Block] = CarrierBlock
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=0)
+        self.blocks = nn.ModuleList(self.block_type(16) for _ in range(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        carrier = Carrier(self.embed(tokens), 0)
+        for block in self.blocks:
+            carrier = block(carrier)
+        assert carrier.depth == len(self.blocks)
+        return self.head(carrier.x)
+
+
+class PicksUpLosses(PassesDataclass):
+    block_type = RemembersBlock
+    forward = Residual.forward
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * sum(block.auxiliary for block in self.blocks)
+
+
+class CollectsOutputs(PassesDataclass):
+    block_type = AppendsBlock
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, outputs = self.embed(tokens), []
+        for block in self.blocks:
+            x = block(x, outputs)
+        return self.head(x + sum(outputs))
+
+
+class RenormalisesEmbedding(Residual):
+    """The embedding writes to its own weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16, max_norm=1.0)
+
+
+class CallsItselfFunctionally(Residual):
+    def loss(self, batch: Any) -> Tensor:
+        logits = torch.func.functional_call(self, dict(self.named_parameters()), (batch[0],))
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+@pytest.mark.parametrize(
+    "build", [PassesDataclass, PicksUpLosses, CollectsOutputs, RenormalisesEmbedding, CallsItselfFunctionally]
+)
+def test_right_or_refused(build: Callable[[], L.LightningModule]) -> None:
+    """What streaming may not be able to do is refused with the package's own error, and never computed wrongly."""
+    case = Case(build.__name__, lambda: seeded(build), residual_batches)
+    with contextlib.suppress(UnsupportedUseError):
+        assert_equivalent(case, 2, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_blocks(in_place: bool) -> None:
+    """``block.compile()`` and ``torch.compile(block)``; the eager backend, as it needs no compiler."""
+
+    def build() -> L.LightningModule:
+        module = Residual()
+        for index, block in enumerate(module.blocks):
+            if in_place:
+                block.compile(backend="eager")
+            else:
+                module.blocks[index] = torch.compile(block, backend="eager")
+        return module
+
+    torch._dynamo.reset()
+    assert_equivalent(Case(f"compiled_{in_place}", lambda: seeded(build), residual_batches), 2, 3)
+
+
 # ----------------------------------------------------------------------------------------------------- random modules
 
 WIDTH = 8
@@ -472,3 +585,32 @@ def test_random_modules(tree: Tree, rows: int, workers: int, num_microbatches: i
     strategy = RoundPipeStrategy(num_microbatches=num_microbatches)
     found = train(module, batches, strategy, workers, accumulate_grad_batches=accumulate)
     assert_results_close(expected, found, rtol=1e-9)
+
+
+def random_cut(calls: int, draw: random.Random) -> tuple[int, ...]:
+    """Cuts a number of calls into stages of random sizes."""
+    sizes = []
+    while calls:
+        sizes.append(draw.randint(1, calls))
+        calls -= sizes[-1]
+    return tuple(sizes)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    workers=st.integers(1, 8),
+    num_microbatches=st.integers(1, 9),
+    name=st.sampled_from(["residual_tied", "layer_drop", "u_shape", "shared_block", "auxiliary_loss", "called_twice"]),
+)
+def test_random_plans(seed: int, workers: int, num_microbatches: int, name: str) -> None:
+    """Wherever forward and backward are cut, and however small the fused stage is, the numbers are the same."""
+    draw = random.Random(seed)
+
+    def plan_training(call_bytes: Sequence[int], num_workers: int) -> Plan:
+        fused = draw.randint(0, len(call_bytes))
+        streamed = len(call_bytes) - fused
+        return Plan(random_cut(streamed, draw), fused, random_cut(streamed, draw))
+
+    with mock.patch("lightning_roundpipe.strategy.balanced_plan", plan_training):
+        assert_equivalent(CASES[name], workers, num_microbatches, dtype=torch.float64)

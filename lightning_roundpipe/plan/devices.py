@@ -14,13 +14,13 @@ from pathlib import Path
 from lightning_roundpipe.exceptions import PlanError
 from lightning_roundpipe.plan.costs import CallCost, CallCount, Precision, Work
 
-__all__ = ["PROFILES", "DeviceProfile", "Machine", "call_costs", "load_profile"]
+__all__ = ["PROFILES", "DeviceProfile", "Machine", "call_costs", "load_profile", "save_profile"]
 
 # Usable share of a GPU's memory: the rest goes to the CUDA context, libraries and what the allocator cannot reuse.
 _USABLE_MEMORY = 0.95
 
-# A loss that is formed in chunks works on a sixteenth of the logits at a time: in 16 bits, in 32 bits, as probabilities,
-# and both gradients, 16 bytes for each.
+# A loss that is formed in chunks works on a sixteenth of the logits at a time: in 16 bits, in 32 bits, as
+# probabilities, and both gradients, 16 bytes for each.
 _LOSS_CHUNKS = 16
 _LOGIT_BYTES = 16
 
@@ -145,27 +145,17 @@ def _profile(
     )
 
 
-# Sources: NVIDIA's data sheets and architecture white papers (GA102, Ada, Blackwell RTX, A100, H100, H200). The peak of a
-# GeForce card is that of 16-bit products with 16-bit accumulation, twice the other: published layer times of the RTX 4090
-# imply 280 TFLOP/s. PCIe 4.0 and 5.0 x16 reach about 25 and 50 GB/s of their 31.5 and 63 GB/s each way.
+# Sources: NVIDIA's data sheets and architecture white papers (GA102, Ada, Blackwell RTX, A100, H100, H200). The peak of
+# a GeForce card is that of 16-bit products with 16-bit accumulation, twice the other: published layer times of the RTX
+# 4090 imply 280 TFLOP/s. PCIe 4.0 and 5.0 x16 reach about 25 and 50 GB/s of their 31.5 and 63 GB/s each way.
 PROFILES = {
     profile.name: profile
     for profile in (
-        _profile(
-            "rtx-3090", memory_gib=24, peak_tflops=142, reached=0.85, memory_gb_per_s=936, link_gb_per_s=25
-        ),
-        _profile(
-            "rtx-4090", memory_gib=24, peak_tflops=330, reached=0.85, memory_gb_per_s=1008, link_gb_per_s=25
-        ),
-        _profile(
-            "rtx-5090", memory_gib=32, peak_tflops=419, reached=0.85, memory_gb_per_s=1792, link_gb_per_s=50
-        ),
-        _profile(
-            "a100-80g", memory_gib=80, peak_tflops=312, reached=0.75, memory_gb_per_s=2039, link_gb_per_s=25
-        ),
-        _profile(
-            "a800-80g", memory_gib=80, peak_tflops=312, reached=0.75, memory_gb_per_s=2039, link_gb_per_s=25
-        ),
+        _profile("rtx-3090", memory_gib=24, peak_tflops=142, reached=0.85, memory_gb_per_s=936, link_gb_per_s=25),
+        _profile("rtx-4090", memory_gib=24, peak_tflops=330, reached=0.85, memory_gb_per_s=1008, link_gb_per_s=25),
+        _profile("rtx-5090", memory_gib=32, peak_tflops=419, reached=0.85, memory_gb_per_s=1792, link_gb_per_s=50),
+        _profile("a100-80g", memory_gib=80, peak_tflops=312, reached=0.75, memory_gb_per_s=2039, link_gb_per_s=25),
+        _profile("a800-80g", memory_gib=80, peak_tflops=312, reached=0.75, memory_gb_per_s=2039, link_gb_per_s=25),
         _profile("h100", memory_gib=80, peak_tflops=989, reached=0.65, memory_gb_per_s=3350, link_gb_per_s=50),
         _profile("h200", memory_gib=141, peak_tflops=989, reached=0.65, memory_gb_per_s=4800, link_gb_per_s=50),
     )
@@ -183,7 +173,9 @@ def load_profile(path: str | Path) -> DeviceProfile:
     try:
         return DeviceProfile(**json.loads(Path(path).read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
-        raise PlanError(f"A profile must be a JSON object with {', '.join(names)}, but {path} is not: {error}") from error
+        raise PlanError(
+            f"A profile must be a JSON object with {', '.join(names)}, but {path} is not: {error}"
+        ) from error
 
 
 def save_profile(profile: DeviceProfile, path: str | Path) -> None:

@@ -14,8 +14,8 @@ _COLOURS = {StageKind.FORWARD: "#4878d0", StageKind.FUSED: "#ee854a", StageKind.
 def timeline_as_text(timeline: Timeline, plan: Plan, width: int = 100) -> str:
     """One line for each worker, from the start of the first step to the end of the last.
 
-    ``f``, ``x`` and ``b`` are forward, fused and backward stages, in capitals where a stage has an odd number; ``.`` is a
-    wait.
+    ``f``, ``x`` and ``b`` are forward, fused and backward stages, in capitals where a stage has an odd number; ``.`` is
+    a wait.
 
     Args:
         timeline: what is shown.

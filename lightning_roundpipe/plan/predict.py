@@ -14,7 +14,7 @@ from lightning_roundpipe.plan.simulator import Boundary
 from lightning_roundpipe.plan.stages import Plan
 from lightning_roundpipe.plan.timeline import Lane
 
-__all__ = ["Prediction", "Setup", "longest_sequence", "predict"]
+__all__ = ["Prediction", "Setup", "least_memory", "longest_sequence", "predict"]
 
 _SEQUENCE_STEP = 256
 
@@ -89,9 +89,7 @@ def predict(setup: Setup, batch: int, *, boundary: Boundary = Boundary.EXACT) ->
         if best is None or tokens_per_s > best.tokens_per_s:
             busy = _busy(choice, setup)
             limit = max(busy, key=busy.__getitem__)
-            best = Prediction(
-                choice=choice, microbatch=microbatch, tokens_per_s=tokens_per_s, limit=limit, busy=busy
-            )
+            best = Prediction(choice=choice, microbatch=microbatch, tokens_per_s=tokens_per_s, limit=limit, busy=busy)
     if best is None:
         raise refusal or PlanError(f"A step must have at least one sequence, but `batch` is {batch}.")
     return best

@@ -255,8 +255,6 @@ class _Finder:
         self._estimator = _Estimator(costs, machine, early_recompute, 5 if boundary is Boundary.STALE else 1)
         self._cuts: dict[tuple[bool, int, int, int], tuple[int, ...]] = {}
         self._estimates: dict[_Shape, _Candidate | None] = {}
-        self._least_worker_bytes = inf
-        self._least_host_bytes = inf
 
     def best(self, groups: Sequence[int]) -> Choice:
         """The best choice with one of the numbers of replica groups."""
@@ -302,7 +300,7 @@ class _Finder:
             backward_s = forward_s + sum(call.backward_s for call in costs[:num_calls])
             share = forward_s / backward_s if backward_s else 1.0
             for num_backward in _geometric(num_calls):
-                counts = {round(num_backward * share * factor) for factor in (0.75, 1.0, 1.4)}
+                counts = {round(num_backward * share * factor) for factor in (0.75, 1.0, 1.4, 3.0)}
                 for num_forward in sorted({min(num_calls, max(1, count)) for count in counts}):
                     yield _Shape(replica_groups, num_rounds, fused, num_forward, num_backward)
 
@@ -415,18 +413,20 @@ class _Finder:
     # Limits
 
     def _fits(self, schedule: Schedule) -> bool:
-        on_worker = worker_bytes(self._costs, schedule.plan)
-        on_host = host_bytes(self._costs, schedule)
-        self._least_worker_bytes = min(self._least_worker_bytes, on_worker)
-        self._least_host_bytes = min(self._least_host_bytes, on_host)
-        return on_worker <= self._machine.worker_memory_bytes and on_host <= self._machine.host_memory_bytes
+        return (
+            worker_bytes(self._costs, schedule.plan) <= self._machine.worker_memory_bytes
+            and host_bytes(self._costs, schedule) <= self._machine.host_memory_bytes
+        )
 
     def _report_no_fit(self) -> None:
+        ones = (1,) * (len(self._costs) - 1)
+        finest = Schedule(Plan(ones, 1, ones), self._machine.num_workers, self._num_microbatches)
         raise PlanError(
             f"A plan must fit in {self._machine.worker_memory_bytes / 2**30:.1f} GiB on each worker and"
-            f" {self._machine.host_memory_bytes / 2**30:.1f} GiB on the host, but the least that was found is"
-            f" {self._least_worker_bytes / 2**30:.1f} GiB and {self._least_host_bytes / 2**30:.1f} GiB. Use more and"
-            " smaller micro-batches, shorter sequences, or fewer trained weights."
+            f" {self._machine.host_memory_bytes / 2**30:.1f} GiB on the host, but stages of one call need"
+            f" {worker_bytes(self._costs, finest.plan) / 2**30:.1f} GiB and"
+            f" {host_bytes(self._costs, finest) / 2**30:.1f} GiB. Use more and smaller micro-batches, shorter sequences,"
+            " or fewer trained weights."
         )
 
 

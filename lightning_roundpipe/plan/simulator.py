@@ -179,7 +179,8 @@ class _Lanes:
         ended = []
         for index in self._active:
             transfer = self._queues[index][0][2]
-            if transfer.left <= 1e-9 * transfer.num_bytes:
+            # What is left is rounding: of the bytes, or of the clock, which cannot tell times closer than this apart.
+            if transfer.left <= max(1e-9 * transfer.num_bytes, 1e-12 * now * self._rates[index]):
                 heappop(self._queues[index])
                 lane, worker = self._names[index]
                 self.done.append(TransferSpan(lane, worker, transfer.first_moved, now, transfer.num_bytes))

@@ -29,7 +29,7 @@ from lightning_roundpipe.runtime.thread_state import Autocast
 from lightning_roundpipe.runtime.units import Unit
 from lightning_roundpipe.runtime.worker import Worker
 
-__all__ = ["CallRecord", "InputArchive", "Scope", "border", "is_differentiable"]
+__all__ = ["CallRecord", "InputArchive", "KeptInput", "Scope", "border", "is_differentiable"]
 
 
 def is_differentiable(value: Any) -> bool:
@@ -150,32 +150,57 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class InputArchive:
-    """Host copies of the inputs of one micro-batch's calls, each tensor once.
+@dataclass(eq=False)
+class KeptInput:
+    """An input of a call, kept for its backward.
 
-    Masks, rotary tables and encoder states go into many calls; they are kept, and brought back, once. A copy is taken
-    even if the input lies in host memory already: user code may change it in place after the call.
+    Attributes:
+        tensor: a host copy, or the input itself where it may stay on its worker.
+        version: of the input, where no copy was taken.
+    """
+
+    tensor: Tensor
+    version: int | None = None
+
+
+class InputArchive:
+    """The inputs of one micro-batch's calls, each tensor once.
+
+    Masks, rotary tables and encoder states go into many calls; they are kept, and brought back, once. In host memory a
+    copy is taken even if the input lies there already: user code may change it in place after the call.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, KeptInput]] = {}
         self._restored: dict[int, Tensor] = {}
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """A host copy of ``tensor``."""
+    def keep(self, tensor: Tensor, *, copy: bool) -> KeptInput:
+        """Keep ``tensor``: a host copy of it, or what it is now."""
         version = _version(tensor)
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == version:
             return known[2]
-        copy = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
-        self._known[id(tensor)] = weakref.ref(tensor), version, copy
-        return copy
+        if not copy:
+            kept = KeptInput(tensor.detach(), version)
+        else:
+            kept = KeptInput(tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu())
+        self._known[id(tensor)] = weakref.ref(tensor), version, kept
+        return kept
 
-    def restore(self, copy: Tensor, worker: Worker) -> Tensor:
-        """The kept ``copy`` on ``worker``; the same object until `forget_restored`."""
-        restored = self._restored.get(id(copy))
+    def restore(self, kept: KeptInput, worker: Worker, unit: Unit) -> Tensor:
+        """The ``kept`` input on ``worker``; the same object until `forget_restored`.
+
+        Raises:
+            UnsupportedUseError: user code has changed it since.
+        """
+        if kept.version is not None and _version(kept.tensor) != kept.version:
+            raise UnsupportedUseError(
+                f"An input of unit {unit} was changed in place after the call, before its backward. Change a copy"
+                " instead (`x = x + y`, not `x += y`)."
+            )
+        restored = self._restored.get(id(kept))
         if restored is None:
-            restored = self._restored[id(copy)] = worker.move(copy)
+            restored = self._restored[id(kept)] = worker.move(kept.tensor)
         return restored
 
     def forget_restored(self) -> None:
@@ -199,7 +224,7 @@ class CallRecord:
         position: place in the plan's order of calls, or of the last planned call before an unplanned one.
         place: the name under which its gradients land.
         autocast: autocast settings at the call.
-        leaves: flattened arguments; tensors are host copies (see `InputArchive`), or None if the graph is kept.
+        leaves: flattened arguments, with `KeptInput` for tensors; empty if the graph is kept.
         structure: how to put ``leaves`` together as (args, kwargs).
         requires_grad: for each leaf, whether it carries a gradient.
         edges: for each leaf that does, its edge into the glue graph and the device of that graph.
@@ -274,4 +299,4 @@ def border(record: CallRecord, outputs: list[Tensor]) -> tuple[Tensor, ...]:
     """The differentiable ``outputs`` of a call as the glue sees them: without the unit's graph, requiring grad."""
     record.output_grads = [None] * len(outputs)
     anchor = torch.empty(0, requires_grad=True)
-    return _Border.apply(anchor, record, outputs)  # type: ignore[no-any-return, no-untyped-call]
+    return _Border.apply(anchor, record, outputs)  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """Costs before the first step: a model's calls counted on fake tensors, without memory and without a GPU.
 
 Every call of a unit runs once forward and once backward on tensors that have shapes and no values. Counted are the
-operations of its matrix products and attention, the bytes that all other operations move (they are bound by memory), and
-the bytes that are alive. Calls of units that are built alike are counted once.
+operations of its matrix products and attention, the bytes that all other operations move (they are bound by memory),
+and the bytes that are alive. Calls of units that are built alike are counted once.
 """
 
 import weakref
@@ -34,16 +34,18 @@ def count_calls(
     """Counts the calls of one forward pass of a model.
 
     Args:
-        build: makes the model; it runs where tensors have no memory.
-        batch: makes the keyword arguments of its forward pass, likewise.
+        build: makes the model; it runs where tensors have no memory (on the meta device).
+        batch: makes the keyword arguments of its forward pass, likewise (as fake tensors of the CPU).
         units: what is a unit, see :func:`find_units`.
         causal: whether the masks that attention gets are causal, so that a fused kernel skips half of it.
 
     Returns:
         Counts of every call, in the order of the calls.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.device("meta"):
         model = build()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _pretend_memory(model)
         recorded: list[_Recorded] = []
         with _recording(find_units(model, units), recorded), torch.no_grad():
             model(**batch())
@@ -54,11 +56,29 @@ def count_calls(
             signature = call.signature()
             if signature not in known:
                 known[signature] = _count(call, causal)
-            counts.append(known[signature].with_stored(_new_bytes(call.unit, first_use)))
+            counts.append(known[signature].with_stored(_new_weights(call.unit, first_use)))
         return tuple(counts)
 
 
-def _new_bytes(unit: Unit, seen: set[int]) -> tuple[int, int]:
+def _pretend_memory(model: nn.Module) -> None:
+    """Replaces meta tensors by fake ones of the CPU, on which attention takes its fused form; ties stay."""
+    fakes: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            empty = torch.empty_like(tensor, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return fakes[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = fake(tensor)
+
+
+def _new_weights(unit: Unit, seen: set[int]) -> tuple[int, int]:
     """Numbers of weights, and of trained ones, that no call before has used: what the host stores for a call."""
     new = [parameter for parameter in unit.parameters if id(parameter) not in seen]
     seen.update(map(id, new))
@@ -76,7 +96,9 @@ class _Recorded:
     def signature(self) -> str:
         """Equal for calls that cost the same."""
         tensors = [tuple(leaf.shape) for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-        parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in self.unit.module.named_parameters()]
+        parameters = [
+            (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in self.unit.module.named_parameters()
+        ]
         # Layers of a kind differ in plain attributes, such as a sliding window, but also in their number.
         plain = [
             (name, value)
@@ -143,7 +165,7 @@ class _Counter(TorchDispatchMode):
     """Counts the work of the operations that run in it, and the bytes that they keep alive."""
 
     def __init__(self, causal: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.work = Work()
         self._causal = causal
         self.live_bytes = 0
@@ -187,7 +209,7 @@ class _Counter(TorchDispatchMode):
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
     ) -> Work:
-        packet, name = func._overloadpacket, func._schema.name
+        packet, name = func.overloadpacket, func.name()
         if "grouped_mm" in name:  # the experts of a mixture; every row meets one expert's matrix
             return Work(product_flops=2 * inputs[0].numel() * inputs[1].shape[-1], num_operations=1)
         if "scaled_dot_product" in name:
@@ -201,19 +223,24 @@ class _Counter(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - the identity of memory that has no address
+    return key
 
 
 def _is_view(inputs: Sequence[Tensor], outputs: Sequence[Tensor], func: Any) -> bool:
     """Whether an operation moves nothing."""
     known = {_key(tensor) for tensor in inputs}
-    return not func._schema.is_mutable and all(_key(tensor) in known for tensor in outputs)
+    return not _schema(func).is_mutable and all(_key(tensor) in known for tensor in outputs)
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Two products of (query, key) and (weights, value); five in backward, which forms the weights again."""
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    named = dict(zip((argument.name for argument in _schema(func).arguments), args, strict=False)) | kwargs
     query, key, value = named["query"], named["key"], named["value"]
     batch, heads, length, width = query.shape
-    products = batch * heads * length * key.shape[-2] * (width + value.shape[-1])
-    return 5 * products if "backward" in func._schema.name else 2 * products
+    products: int = batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+    return 5 * products if "backward" in func.name() else 2 * products
+
+
+def _schema(func: Any) -> Any:
+    return func._schema  # noqa: SLF001 - torch documents it for dispatch modes, under this name

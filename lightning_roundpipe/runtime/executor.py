@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import Plan
+from lightning_roundpipe.runtime.gpu_worker import GpuWorker
 from lightning_roundpipe.runtime.host_store import HostStore
 from lightning_roundpipe.runtime.lookup import installed
 from lightning_roundpipe.runtime.microbatch_run import MicroBatchRun
-from lightning_roundpipe.runtime.stats import StepStats
+from lightning_roundpipe.runtime.stats import StepStats, TicketSpan
 from lightning_roundpipe.runtime.step import Abort, Objective, Step, StepFunction
 from lightning_roundpipe.runtime.thread_state import ThreadState
 from lightning_roundpipe.runtime.traits import UnitTraits
@@ -26,6 +27,10 @@ __all__ = ["Executor", "StepResult"]
 
 PlanMaker = Callable[[Sequence[int], int], Plan]
 """Makes a plan from the bytes of each call, in order, and the number of workers."""
+
+
+_WEIGHT_SHARE = 0.3
+"""Share of the usable GPU memory in which weights may stay; the rest is for activations and gradients. A guess."""
 
 
 @dataclass
@@ -65,6 +70,8 @@ class Executor:
         plan_evaluation: makes plans of forward stages only.
         warn: tells the user something.
         on_glue: called before each stretch of user code, with the device on which it runs.
+        compute_dtype: dtype to which float32 parameters are converted for computation; None to leave them.
+        gpu_memory_limit: share of the GPU memory that is free at the start which may be used.
     """
 
     root: nn.Module
@@ -74,16 +81,41 @@ class Executor:
     plan_evaluation: PlanMaker
     warn: Callable[[str], None]
     on_glue: Callable[[torch.device], None]
+    compute_dtype: torch.dtype | None = None
+    gpu_memory_limit: float = 0.9
     poison_masters: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.store = HostStore()
-        self.workers = [Worker(index, device, self.store) for index, device in enumerate(self.devices)]
+        pin = any(device.type == "cuda" for device in self.devices)
+        self.store = HostStore(self.compute_dtype, pin=pin, warn=self.warn_once)
+        self._warned: set[str] = set()
+        self.store.adopt(self.root, self.units)
+        self.workers = [self._make_worker(index, device) for index, device in enumerate(self.devices)]
+        self._stale = True
         self._traits = [UnitTraits(unit) for unit in self.units]
         self._orders: dict[str, _Order] = {}
-        self._warned: set[str] = set()
         self._glue_hides_parameters = False
         self._silent_buffers: set[tuple[int, str]] = set()
+
+    def _make_worker(self, index: int, device: torch.device) -> Worker:
+        if device.type != "cuda":
+            return Worker(index, device, self.store)
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        shared_by = sum(other == device for other in self.devices)
+        budget = int(free_bytes * self.gpu_memory_limit * _WEIGHT_SHARE / shared_by)
+        worker = GpuWorker(index, device, self.store, budget)
+        worker.holds_inputs = len(self.devices) == 1
+        return worker
+
+    def invalidate(self) -> None:
+        """Declare that weights or buffers may have changed since the last step."""
+        self._stale = True
+
+    def close(self) -> None:
+        """Give all memory back; the model is an ordinary one again."""
+        for worker in self.workers:
+            worker.synchronize()
+        self.store.close()
 
     def run(
         self,
@@ -94,6 +126,7 @@ class Executor:
         *,
         trains: bool,
         seed: int,
+        overwrites_grad: bool = False,
     ) -> StepResult:
         """Run one step and wait for its end.
 
@@ -104,6 +137,7 @@ class Executor:
             objective: what the outputs amount to.
             trains: whether to run the backward, too.
             seed: base of all randomness of the step.
+            overwrites_grad: whether the parameters' ``.grad`` is of no use any more when the new gradients land.
 
         Raises:
             BaseException: the first error of any micro-batch, after all threads have ended, unchanged but for a note
@@ -142,11 +176,11 @@ class Executor:
             stack.enter_context(installed(self.root, self.units))
             if self.poison_masters:
                 stack.enter_context(self.store.poisoned(parameters))
+            self._prepare(overwrites_grad)
             if learned is None:
                 first = make_step(Schedule(Plan((), 0), len(self.workers), 1), ())
                 runs = [MicroBatchRun(first, 0, None)]
                 self._run_threads(first, runs, state)
-                self.workers[0].land()
                 self.workers[0].clear()
                 self._glue_hides_parameters = first.glue_hides_parameters
                 learned = self._orders[kind] = self._plan(runs[0].order, trains)
@@ -160,13 +194,19 @@ class Executor:
             for worker in self.workers:
                 worker.land()
             gradients = self.store.collect()
+            for worker in self.workers:
+                worker.synchronize()
         stats = StepStats(
             schedule=schedule,
             num_samples=sum(num_samples),
             start_s=start,
             stop_s=time.perf_counter(),
             probed=probed,
-            spans=tuple(span for run in runs for span in run.spans),
+            spans=tuple(
+                TicketSpan(worker.index, stage.index, stage.kind, run.index, worker.seconds(begin), worker.seconds(end))
+                for run in runs
+                for worker, stage, begin, end in run.spans
+            ),
         )
         return StepResult(
             outputs=[run.output for run in runs],
@@ -174,6 +214,16 @@ class Executor:
             gradients=gradients,
             stats=stats,
         )
+
+    def _prepare(self, overwrites_grad: bool) -> None:
+        if self._stale:
+            self.store.refresh()
+            for worker in self.workers:
+                worker.invalidate()
+            self._stale = False
+        for worker in self.workers:
+            worker.overwrites_grad = overwrites_grad
+            worker.begin_step()
 
     def _plan(self, order: Sequence[int], trains: bool) -> _Order:
         call_bytes = [self.units[unit].num_bytes for unit in order]
@@ -231,8 +281,8 @@ class Executor:
             worker.clear()
         self.store.clear()
 
-    def warn_once(self, message: str) -> None:
-        """Tell the user ``message``, the first time."""
-        if message not in self._warned:
-            self._warned.add(message)
+    def warn_once(self, message: str, topic: str | None = None) -> None:
+        """Tell the user ``message``, the first time that ``topic`` (by default the message itself) comes up."""
+        if (topic or message) not in self._warned:
+            self._warned.add(topic or message)
             self.warn(message)

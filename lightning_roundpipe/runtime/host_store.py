@@ -1,19 +1,33 @@
 """The host-memory home of weights and gradients.
 
-The master of a weight is the `nn.Parameter` of the user's module, in host memory. Gradients of one step land here as
-partial sums, one for each place at which a parameter was used, and are added up in a fixed order at the end: the bits
-of the result do not depend on which worker finished first, or on how the calls were cut into stages.
+[Note: Tensors of a parameter]
+master: the `nn.Parameter` of the user's module, in host memory. There is one truth, and this is it.
+compute copy: what is uploaded, in the dtype of computation. Where that is the master's own dtype the master itself is
+    uploaded (with GPUs its memory is then moved into a pinned slab, under the same `nn.Parameter`); elsewhere the copy
+    lies in a pinned slab and is refreshed when the master may have changed.
+gradient: where the sum over a batch lands. It becomes ``.grad`` when Lightning expects it (see `publish`).
+partial sum: what the micro-batch that learns the order of calls has contributed, told apart by place of use.
+
+A parameter that is used at several places (tied weights) gets one sum for each, and those are added up in a fixed
+order: the bits of the result do not depend on which worker finished first, or on how the calls were cut into stages.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["HostStore", "UsePlace"]
+from lightning_roundpipe.runtime.slab import Slab
+from lightning_roundpipe.runtime.units import Unit
+
+__all__ = ["HostStore", "LandedSum", "UsePlace", "WeightSlab"]
+
+_MIXED_DTYPES_REFUSED = (torch.nn.modules.batchnorm._NormBase, torch.nn.RNNBase)
+"""Modules whose operations autocast leaves alone and which do not accept parameters of lower precision than inputs."""
 
 
 class UsePlace(NamedTuple):
@@ -30,66 +44,240 @@ class UsePlace(NamedTuple):
     occurrence: int
 
 
+@dataclass(eq=False)
+class WeightSlab:
+    """Pinned memory with all that an upload of one unit (or one loose parameter) reads.
+
+    Attributes:
+        parameters: in the order of the slab's tensors.
+        slab: their compute copies, or the masters themselves.
+        version: counts the refreshes; an upload of an older version is stale.
+    """
+
+    parameters: list[Tensor]
+    slab: Slab
+    version: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to upload."""
+        return self.slab.num_bytes
+
+    @property
+    def copies(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of master and compute copy, where the two differ."""
+        for parameter, copy in zip(self.parameters, self.slab.tensors, strict=True):
+            if copy.data_ptr() != parameter.data_ptr():
+                yield parameter, copy
+
+
+@dataclass(frozen=True, eq=False)
+class LandedSum:
+    """The gradient that one place of use contributed.
+
+    Attributes:
+        place: see `UsePlace`.
+        gradient: in host memory.
+        event: passed when it has arrived; None if it has.
+    """
+
+    place: UsePlace
+    gradient: Tensor
+    event: torch.cuda.Event | None = None
+
+
+@dataclass(eq=False)
 class HostStore:
     """Sources of weights, and the gradients of the step that runs.
 
-    Threading: every method may be called from any thread.
+    Args:
+        compute_dtype: dtype to which float32 parameters are converted for computation; None to leave them.
+        pin: whether there are GPUs to copy to and from.
+        warn: tells the user something.
+
+    Threading: every method may be called from any thread, except `adopt`, `refresh` and `close`.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sums: dict[tuple[int, UsePlace], tuple[Tensor, Tensor]] = {}
-        self._hidden: dict[int, Tensor] = {}
+    compute_dtype: torch.dtype | None
+    pin: bool
+    warn: Callable[[str], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _slabs: dict[int, WeightSlab] = field(default_factory=dict, init=False)
+    _partials: dict[tuple[int, UsePlace], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    _full_precision: set[int] = field(default_factory=set, init=False)
+    _sums: dict[int, tuple[Tensor, list[LandedSum]]] = field(default_factory=dict, init=False)
+    _landings: dict[int, list[Slab]] = field(default_factory=dict, init=False)
+    _hidden: dict[int, Tensor] = field(default_factory=dict, init=False)
+    _versions: dict[int, int] = field(default_factory=dict, init=False)
+
+    # ------------------------------------------------------------------ weights
+
+    def dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """The dtype in which ``parameter`` computes."""
+        if self.compute_dtype is None or parameter.dtype is not torch.float32 or id(parameter) in self._full_precision:
+            return parameter.dtype
+        return self.compute_dtype
+
+    def adopt(self, root: nn.Module, units: Sequence[Unit]) -> None:
+        """Decide how parameters compute, and lay out in pinned slabs what GPUs read.
+
+        Frozen and trainable parameters of a unit are apart: the first need not be uploaded again after an update.
+        """
+        for module in root.modules():
+            if isinstance(module, _MIXED_DTYPES_REFUSED):
+                self._full_precision.update(map(id, module.parameters(recurse=False)))
+        if not self.pin:
+            return
+        groups: list[Sequence[nn.Parameter]] = [unit.parameters for unit in units]
+        groups += [[parameter] for parameter in root.parameters()]
+        for group in groups:
+            for trainable in (False, True):
+                self._adopt([parameter for parameter in group if parameter.requires_grad is trainable])
+
+    def _adopt(self, parameters: Sequence[nn.Parameter]) -> None:
+        new = [parameter for parameter in parameters if id(parameter) not in self._slabs]
+        if not new:
+            return
+        likes = [(parameter.shape, self.dtype_of(parameter)) for parameter in new]
+        home = WeightSlab(list(new), Slab(likes, pin=True, warn=self.warn))
+        for parameter, tensor in zip(new, home.slab.tensors, strict=True):
+            tensor.copy_(parameter.detach())
+            if tensor.dtype == parameter.dtype:
+                # One copy in memory: the slab becomes the master's own memory.
+                parameter.data = tensor
+            self._slabs[id(parameter)] = home
+
+    def slab(self, parameter: Tensor) -> WeightSlab:
+        """The slab from which ``parameter`` is uploaded."""
+        return self._slabs[id(parameter)]
+
+    def refresh(self) -> None:
+        """Carry the masters into their compute copies, where they may have changed."""
+        for home in self._homes():
+            changed = any(parameter.requires_grad for parameter in home.parameters)
+            for parameter in home.parameters:
+                changed |= self._versions.get(id(parameter)) != parameter._version
+                self._versions[id(parameter)] = parameter._version
+            if changed:
+                for parameter, copy in home.copies:
+                    copy.copy_(self.weight(parameter))
+                home.version += 1
+
+    def _homes(self) -> list[WeightSlab]:
+        return list({id(home): home for home in self._slabs.values()}.values())
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """The values that an upload of ``parameter`` reads."""
+        """The values of ``parameter``, for workers in host memory."""
         return self._hidden.get(id(parameter), parameter).detach()
 
-    def land(self, parameter: Tensor, place: UsePlace, gradient: Tensor) -> None:
-        """Add a gradient, summed over some micro-batches, that was computed at ``place``."""
-        with self._lock:
-            known = self._sums.get((id(parameter), place))
-            if known is not None:
-                gradient = known[1] + gradient
-            self._sums[id(parameter), place] = parameter, gradient
+    # ------------------------------------------------------------------ gradients
 
-    def take(self, parameter: Tensor, place: UsePlace) -> Tensor | None:
-        """Take back what has landed for ``place``, to go on adding to it elsewhere."""
+    def keep_partial(self, parameter: Tensor, place: UsePlace, gradient: Tensor) -> None:
+        """Keep a sum that later micro-batches go on adding to."""
         with self._lock:
-            entry = self._sums.pop((id(parameter), place), None)
+            self._partials[id(parameter), place] = parameter, gradient
+
+    def take_partial(self, parameter: Tensor, place: UsePlace) -> Tensor | None:
+        """Take back what `keep_partial` kept for ``place``."""
+        with self._lock:
+            entry = self._partials.pop((id(parameter), place), None)
         return entry[1] if entry is not None else None
 
+    def land(self, parameter: Tensor, place: UsePlace, gradient: Tensor, event: torch.cuda.Event | None = None) -> None:
+        """Give the sum for one place, in host memory; it has arrived when ``event`` is passed."""
+        with self._lock:
+            self._sums.setdefault(id(parameter), (parameter, []))[1].append(LandedSum(place, gradient, event))
+
+    def take_landed(self, parameter: Tensor, group: int) -> list[LandedSum]:
+        """Take back what later places of the same replica group have landed, to add it up elsewhere."""
+        with self._lock:
+            _, sums = self._sums.get(id(parameter), (parameter, []))
+            taken = [landed for landed in sums if landed.place.group == group]
+            sums[:] = [landed for landed in sums if landed.place.group != group]
+        return taken
+
+    def landing(self, parameter: Tensor, *, overwrite_grad: bool) -> Tensor:
+        """Pinned memory in which the gradient of ``parameter`` may land.
+
+        Args:
+            parameter: the master.
+            overwrite_grad: whether ``parameter.grad``, if it lies in such memory, is of no use any more.
+        """
+        with self._lock:
+            slabs = self._landings.setdefault(id(parameter), [])
+            used = {landed.gradient.data_ptr() for landed in self._sums.get(id(parameter), (parameter, []))[1]}
+            if parameter.grad is not None:
+                used.add(parameter.grad.data_ptr())
+                if overwrite_grad and any(parameter.grad.data_ptr() == slab.tensors[0].data_ptr() for slab in slabs):
+                    used.remove(parameter.grad.data_ptr())
+                    parameter.grad = None
+            for slab in slabs:
+                if slab.tensors[0].data_ptr() not in used:
+                    return slab.tensors[0]
+            slabs.append(Slab([(parameter.shape, parameter.dtype)], pin=self.pin, warn=self.warn))
+            return slabs[-1].tensors[0]
+
     def collect(self) -> list[tuple[Tensor, Tensor]]:
-        """Hand over all gradients, each parameter once, and forget them.
+        """Wait for all gradients, hand them over, each parameter once, and forget them.
 
         Returns:
             Pairs of parameter and gradient, in the parameter's shape and dtype.
         """
-        totals: dict[int, tuple[Tensor, Tensor]] = {}
         with self._lock:
-            # The places of a parameter are added up from the last use to the first, as a backward pass meets them.
-            for (key, _), (parameter, gradient) in sorted(
-                self._sums.items(), key=lambda item: item[0][1], reverse=True
-            ):
-                total = totals.get(key)
-                totals[key] = parameter, gradient if total is None else total[1] + gradient
-            self._sums.clear()
-        return [(parameter, gradient.to(parameter.dtype)) for parameter, gradient in totals.values()]
+            for (key, place), (parameter, gradient) in self._partials.items():
+                self._sums.setdefault(key, (parameter, []))[1].append(LandedSum(place, gradient))
+            gradients = []
+            for parameter, sums in self._sums.values():
+                # Added up from the last use to the first, as a backward pass meets them.
+                total: Tensor | None = None
+                for landed in sorted(sums, key=lambda landed: landed.place, reverse=True):
+                    if landed.event is not None:
+                        landed.event.synchronize()
+                    total = landed.gradient if total is None else total + landed.gradient
+                if total is not None:
+                    gradients.append((parameter, total.to(parameter.dtype)))
+            self._forget()
+        return gradients
 
     def clear(self) -> None:
         """Forget what has landed; for a step that failed."""
         with self._lock:
-            self._sums.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._partials.clear()
+        self._sums.clear()
+
+    # ------------------------------------------------------------------ end, and tests
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of page-locked memory."""
+        return sum(slab.num_bytes for slab in self._all_slabs() if slab.pinned)
+
+    def close(self) -> None:
+        """End the registration of all memory. Masters and gradients stay valid."""
+        for slab in self._all_slabs():
+            slab.unpin()
+        self._slabs.clear()
+        self._landings.clear()
+
+    def _all_slabs(self) -> list[Slab]:
+        return [home.slab for home in self._homes()] + [slab for slabs in self._landings.values() for slab in slabs]
 
     @contextmanager
     def poisoned(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Fill the masters with NaN while weights are still read right: proves that nothing bypasses this store."""
         floating = [parameter for parameter in parameters if parameter.is_floating_point()]
         self._hidden = {id(parameter): parameter.detach().clone() for parameter in floating}
+        # A master that is uploaded from where it lies can not be hidden.
+        copied = {id(parameter) for home in self._homes() for parameter, _ in home.copies}
+        uploaded_in_place = self._slabs.keys() - copied
         try:
             with torch.no_grad():
                 for parameter in floating:
-                    parameter.fill_(float("nan"))
+                    if id(parameter) not in uploaded_in_place:
+                        parameter.fill_(float("nan"))
             yield
         finally:
             with torch.no_grad():

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.units import Unit
 
-__all__ = ["LookupDict", "Resolver", "current_resolver", "installed", "resolving"]
+__all__ = ["LookupDict", "Resolver", "current_resolver", "installed", "resolving", "resolving_backward"]
 
 
 class Resolver(Protocol):
@@ -36,11 +37,33 @@ class Resolver(Protocol):
 
 
 _threads = threading.local()
+_backward: dict[int, Resolver] = {}
+"""By GPU, the micro-batch whose backward runs there: PyTorch does that in threads of its own."""
 
 
 def current_resolver() -> Resolver | None:
-    """The micro-batch that runs in the calling thread, if any."""
-    return getattr(_threads, "resolver", None)
+    """The micro-batch that runs in the calling thread, if any.
+
+    Code that runs in PyTorch's backward thread of a GPU (a model's own checkpointing, hooks, custom functions that read
+    parameters) belongs to the micro-batch whose backward runs on that GPU.
+    """
+    resolver: Resolver | None = getattr(_threads, "resolver", None)
+    if resolver is None and _backward and threading.get_ident() not in threading._active:  # type: ignore[attr-defined]
+        return _backward.get(torch.cuda.current_device())
+    return resolver
+
+
+@contextmanager
+def resolving_backward(resolver: Resolver, device: torch.device) -> Iterator[None]:
+    """Let lookups of PyTorch's backward thread for ``device`` go to ``resolver``."""
+    if device.type != "cuda":  # There the calling thread runs the backward itself.
+        yield
+        return
+    _backward[device.index] = resolver
+    try:
+        yield
+    finally:
+        _backward.pop(device.index, None)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ itself. A unit that draws random numbers from a generator which other threads us
 reseeds the generator in between.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,18 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.plan.schedule import Ticket
-from lightning_roundpipe.plan.stages import StageKind
-from lightning_roundpipe.runtime.calls import CallRecord, InputArchive, Scope, border, is_differentiable
+from lightning_roundpipe.plan.stages import Stage, StageKind
+from lightning_roundpipe.runtime.calls import CallRecord, InputArchive, KeptInput, Scope, border, is_differentiable
 from lightning_roundpipe.runtime.host_store import UsePlace
-from lightning_roundpipe.runtime.lookup import LookupDict, resolving
+from lightning_roundpipe.runtime.lookup import LookupDict, resolving, resolving_backward
 from lightning_roundpipe.runtime.observation import ParameterSubstitution, StepObservation
 from lightning_roundpipe.runtime.randomness import counted_seed, generator_states, seed_generators
-from lightning_roundpipe.runtime.stats import TicketSpan
 from lightning_roundpipe.runtime.thread_state import Autocast
 from lightning_roundpipe.runtime.tickets import StepAbortedError
 from lightning_roundpipe.runtime.traits import module_attributes, restored_attributes
@@ -38,6 +36,7 @@ from lightning_roundpipe.runtime.units import Unit
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.step import Step
+    from lightning_roundpipe.runtime.worker import Mark, Worker
 
 __all__ = ["MicroBatchRun"]
 
@@ -83,12 +82,12 @@ class MicroBatchRun:
         self.output: Any = None
         self.loss: Tensor | None = None
         self.order: list[int] = []
-        self.spans: list[TicketSpan] = []
+        self.spans: list[tuple[Worker, Stage, Mark, Mark]] = []
         self._position = _Position(() if lane is None else step.order)
         self._group = 0 if lane is None else step.schedule.group_of(lane)
         self._ticket: Ticket | None = None
         self._holds_worker = False
-        self._ticket_start = 0.0
+        self._ticket_start: Mark = 0.0
         self._worker = step.workers[0]
         self._scope = Scope(self._worker, UsePlace(0, _GLUE, 0))
         self._glue: list[Scope] = []
@@ -112,13 +111,13 @@ class MicroBatchRun:
                 self._worker.activate()
                 with self._step.user_lock:
                     self._begin_glue()
-                    output = self._step.function(self.index, self._worker.device)
+                    output = self._step.function(self.index, self._worker)
                     self._end_glue()
                 if self._observation is not None:
                     self._step.objective.observe(self.index, self._observation.losses)
                 if self._step.trains:
                     self._backward(output)
-                self.output = self._step.take_home(output)
+                self.output = self._worker.take_home(output)
                 self._let_go()
                 self._retire(range(self._next_stage, self._step.schedule.plan.num_stages))
         except BaseException as error:
@@ -179,18 +178,17 @@ class MicroBatchRun:
         ticket = Ticket(stage, self._lane)
         self._worker = self._step.workers[self._step.gate.acquire(ticket)]
         self._ticket, self._holds_worker = ticket, True
-        self._ticket_start = time.perf_counter()
         self._worker.activate()
         self._archive.forget_restored()
-        self._worker.enter(stage, self._step.stage_parameters(stage))
+        self._ticket_start = self._worker.mark()
+        upcoming = self._step.stage_parameters(stage + self._step.schedule.group_size)
+        self._worker.enter(stage, self._step.stage_parameters(stage), upcoming)
 
     def _let_go(self) -> None:
         if self._ticket is None or not self._holds_worker:
             return
-        self._worker.synchronize()
-        kind = self._step.schedule.plan.stages[self._ticket.stage].kind
-        now = time.perf_counter()
-        self.spans.append(TicketSpan(self._worker.index, self._ticket.stage, kind, self.index, self._ticket_start, now))
+        stage = self._step.schedule.plan.stages[self._ticket.stage]
+        self.spans.append((self._worker, stage, self._ticket_start, self._worker.mark()))
         self._holds_worker = False
         self._step.gate.release(self._ticket)
 
@@ -232,6 +230,8 @@ class MicroBatchRun:
         """Give on the gradients of the stretches that no later backward can reach: those after call ``after``."""
         while self._glue and self._glue[-1].place.occurrence > after:
             self._glue.pop().accumulate()
+            if self._lane is None:
+                self._worker.spill()
 
     # ------------------------------------------------------------------ forward
 
@@ -305,7 +305,9 @@ class MicroBatchRun:
             autocast=Autocast.capture(),
             structure=structure,
             leaves=[
-                self._archive.keep(leaf) if isinstance(leaf, Tensor) and not keeps_graph else leaf
+                self._archive.keep(leaf, copy=probing or not self._worker.holds_inputs)
+                if isinstance(leaf, Tensor) and not keeps_graph
+                else leaf
                 for leaf in glue_leaves
             ],
             requires_grad=[isinstance(leaf, Tensor) and leaf.requires_grad for leaf in glue_leaves],
@@ -353,8 +355,9 @@ class MicroBatchRun:
         if changed and not traits.changes_inputs:
             traits.changes_inputs = True
             self._step.warn(
-                f"Unit {unit} changes its arguments in place. It works on private copies: the caller will not see the"
-                " change."
+                f"Unit {unit} changes its arguments in place. Such units work on private copies: the caller will not"
+                " see the change.",
+                type(unit.module).__qualname__,
             )
             if self._lane is not None:
                 raise UnsupportedUseError(
@@ -421,7 +424,7 @@ class MicroBatchRun:
             raise ValueError(f"`training_step` must return a scalar loss, but its shape is {list(self.loss.shape)}.")
         weight = torch.full_like(self.loss, share * objective.scale, requires_grad=False)
         # The glue's graph is entered once for every call: it must outlive each pass.
-        torch.autograd.backward(self.loss, weight, retain_graph=True)
+        self._differentiate([self.loss], [weight], retain_graph=True)
         self.loss = self.loss.detach()
         plan = self._step.schedule.plan
         while self._records:
@@ -435,12 +438,19 @@ class MicroBatchRun:
             record.free()
         self._land_glue(after=-1)
 
+    def _differentiate(
+        self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], *, retain_graph: bool = False
+    ) -> None:
+        with resolving_backward(self, self._worker.device):
+            torch.autograd.backward(roots, gradients, retain_graph=retain_graph)  # type: ignore[arg-type]
+
     def _run_backward(self, record: CallRecord) -> None:
         inputs, outputs, scope = record.inputs, record.outputs, record.scope
         if scope is None:
             scope = Scope(self._worker, record.place, record.buffers_before)
             inputs, outputs = self._recompute(record, scope)
-        roots, gradients = [], []
+        roots: list[Tensor] = []
+        gradients = []
         for output, gradient in zip(outputs, record.output_grads, strict=True):
             if gradient is None or not output.requires_grad:
                 continue
@@ -454,23 +464,28 @@ class MicroBatchRun:
             return
         outer, self._scope = self._scope, scope
         try:
-            torch.autograd.backward(roots, gradients)
+            self._differentiate(roots, gradients)
         finally:
             self._scope = outer
         scope.accumulate()
-        edges, pushed = [], []
+        if self._lane is None:
+            # This micro-batch runs through all stages: its gradients would not fit a GPU.
+            self._worker.spill()
+        edges: list[GradientEdge] = []
+        pushed = []
         for leaf, edge in zip(inputs, record.edges, strict=True):
             if edge is not None and leaf is not None and leaf.grad is not None:
                 edges.append(edge[0])
                 pushed.append(leaf.grad if leaf.device == edge[1] else leaf.grad.cpu().to(edge[1]))
                 leaf.grad = None
         if edges:
-            torch.autograd.backward(edges, pushed, retain_graph=True)
+            self._differentiate(edges, pushed, retain_graph=True)
 
     def _recompute(self, record: CallRecord, scope: Scope) -> tuple[list[Tensor | None], list[Tensor]]:
         traits = self._step.traits[record.unit.index]
         leaves = [
-            self._archive.restore(leaf, self._worker) if isinstance(leaf, Tensor) else leaf for leaf in record.leaves
+            self._archive.restore(leaf, self._worker, record.unit) if isinstance(leaf, KeptInput) else leaf
+            for leaf in record.leaves
         ]
         inputs, arguments = _detached(leaves, record.requires_grad, traits.changes_inputs)
         args, kwargs = tree_unflatten(arguments, record.structure)

@@ -36,7 +36,8 @@ class ParameterSubstitution(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in _TENSOR_PROPERTIES:  # type: ignore[attr-defined]
+        getter = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else None
+        if getter is not None and getter.__name__ not in _TENSOR_PROPERTIES:
             return func(*args, **kwargs)  # Metadata: the host's is as good.
         arguments = [self._substitute(argument) for argument in args]
         result = func(*arguments, **{name: self._substitute(value) for name, value in kwargs.items()})

@@ -1,8 +1,8 @@
 """Page-exact host memory for many tensors, pinned where a GPU copies from or to it.
 
 Allocating pinned tensors one by one rounds each to a power of two and can nearly double host memory. A slab is one
-anonymous mapping, registered with the driver in chunks; every tensor in it has a storage of its own, exactly as large as
-its elements, so that saving one saves nothing else.
+anonymous mapping, registered with the driver in chunks; every tensor in it has a storage of its own, exactly as large
+as its elements, so that saving one saves nothing else.
 """
 
 import mmap

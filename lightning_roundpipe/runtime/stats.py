@@ -30,7 +30,8 @@ class StepStats:
         start_s: start of the step, in seconds of `time.perf_counter`.
         stop_s: its end.
         probed: whether the first micro-batch ran alone, to learn the order of calls; such a step says little about
-        speed. spans: the tickets that ran.
+            speed.
+        spans: the tickets that ran.
     """
 
     schedule: Schedule

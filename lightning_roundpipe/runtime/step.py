@@ -15,8 +15,8 @@ from lightning_roundpipe.runtime.worker import Worker
 
 __all__ = ["Objective", "Step", "StepFunction"]
 
-StepFunction = Callable[[int, torch.device], Any]
-"""Runs the user's step for a micro-batch, given its number and the device of the worker that it starts on."""
+StepFunction = Callable[[int, Worker], Any]
+"""Runs the user's step for a micro-batch, given its number and the worker that it starts on."""
 
 
 class Objective(Protocol):
@@ -72,7 +72,7 @@ class Step:
         parameters: all parameters of the model.
         silent_buffers: see `Scope.write_buffers`.
         abort: shared by the parts of a step.
-        warn: tells the user something once.
+        warn: tells the user a message, once for each topic.
         on_glue: called before each stretch of user code, with the device on which it runs.
         glue_hides_parameters: user code between calls reaches parameters without looking them up.
     """
@@ -88,7 +88,7 @@ class Step:
     parameters: Sequence[Tensor]
     silent_buffers: set[tuple[int, str]]
     abort: Abort
-    warn: Callable[[str], None]
+    warn: Callable[[str, str], None]
     on_glue: Callable[[torch.device], None]
     glue_hides_parameters: bool = False
     user_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -109,7 +109,9 @@ class Step:
         return host or (any(device) and self._device_shared)
 
     def stage_parameters(self, stage: int) -> list[Tensor]:
-        """The parameters of the units that ``stage`` is planned to run."""
+        """The parameters of the units that ``stage`` is planned to run; none after the last stage."""
+        if stage >= self.schedule.plan.num_stages:
+            return []
         units = dict.fromkeys(self.order[call] for call in self.schedule.plan.stages[stage].calls)
         return [parameter for unit in units for parameter in self.traits[unit].unit.parameters]
 
@@ -121,8 +123,3 @@ class Step:
         """
         if self.abort.requested:
             raise StepAbortedError
-
-    @staticmethod
-    def take_home(output: Any) -> Any:
-        """What is kept of a micro-batch's output: without graphs, in host memory."""
-        return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output)

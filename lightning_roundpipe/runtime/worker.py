@@ -1,70 +1,110 @@
-"""A worker: one GPU, or one virtual CPU device. It owns no state between stages.
+"""A worker: one GPU, or one virtual CPU device. It owns no state between steps.
 
 Only the thread that holds the worker's ticket touches it, so nothing here is locked.
 """
 
+import time
+from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_roundpipe.runtime.host_store import HostStore, UsePlace
 
-__all__ = ["Worker"]
+__all__ = ["Mark", "Worker", "as_gradient_sum"]
+
+Mark = float | torch.cuda.Event
+"""A moment on a worker: seconds of `time.perf_counter`, or an event that a GPU passes."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
+def as_gradient_sum(gradient: Tensor) -> Tensor:
+    """``gradient`` in the dtype in which sums over micro-batches are kept.
+
+    That is float32 for half precision: splitting a batch must not cost precision.
+    """
+    return gradient.float() if gradient.dtype in _HALF else gradient
+
+
 class Worker:
-    """Copies of the weights of the stage that runs, and the sums of its gradients.
+    """A virtual worker: copies of the weights of the stage that runs, and the sums of its gradients, in host memory.
+
+    It runs the same schedule as a GPU, minus the streams; `GpuWorker` adds those.
 
     Args:
         index: number of the worker; virtual workers share one device, so the number tells them apart.
         device: where its copies live and its calls run.
         store: the host memory that weights come from and gradients go to.
+
+    Attributes:
+        holds_inputs: whether inputs of calls may stay on the device for their backward, because that runs here, too.
+        overwrites_grad: whether a landing gradient may take the place of a parameter's ``.grad``.
     """
 
     def __init__(self, index: int, device: torch.device, store: HostStore) -> None:
         self.index = index
         self.device = device
+        self.holds_inputs = False
+        self.overwrites_grad = True
         self._store = store
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._stage = -1
         # Every value holds the host tensor of its key, so that an `id` is not given to another tensor meanwhile.
-        self._weights: dict[int, tuple[Tensor, Tensor]] = {}
+        self._weights: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._sums: dict[tuple[int, UsePlace], tuple[Tensor, Tensor]] = {}
 
     def __str__(self) -> str:
         return f"worker {self.index} ({self.device})"
 
+    # ------------------------------------------------------------------ tickets
+
     def activate(self) -> None:
-        """Make this worker's device and stream the calling thread's own."""
-        if self._stream is not None:
-            torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(self._stream)
+        """Make this worker's device the calling thread's own."""
 
-    def synchronize(self) -> None:
-        """Wait until everything that was launched on this worker has run."""
-        if self._stream is not None:
-            self._stream.synchronize()
+    def begin_step(self) -> None:
+        """Get ready for a step."""
 
-    def enter(self, stage: int, parameters: Iterable[Tensor]) -> None:
-        """Start ``stage``: land the gradients of the previous one, drop its weights, bring this one's."""
+    def mark(self) -> Mark:
+        """This moment."""
+        return time.perf_counter()
+
+    def seconds(self, mark: Mark) -> float:
+        """When ``mark`` was passed, in seconds on a clock that all workers share."""
+        assert isinstance(mark, float)
+        return mark
+
+    def enter(self, stage: int, parameters: Iterable[Tensor], upcoming: Iterable[Tensor]) -> None:
+        """Start ``stage``: land the gradients of the previous one, drop its weights, bring this one's.
+
+        Args:
+            stage: its index.
+            parameters: what its units need.
+            upcoming: what the worker's next stage needs.
+        """
         if stage == self._stage:
             return
         self.land()
         self._stage = stage
         wanted = {id(parameter): parameter for parameter in parameters}
-        self._weights = {key: entry for key, entry in self._weights.items() if key in wanted}
+        for key in self._weights.keys() - wanted.keys():
+            del self._weights[key]
         for parameter in wanted.values():
             self.weight(parameter)
+
+    # ------------------------------------------------------------------ weights and buffers
 
     def weight(self, parameter: Tensor) -> Tensor:
         """This worker's copy of ``parameter``, uploaded if it is not there yet."""
         entry = self._weights.get(id(parameter))
         if entry is None:
-            entry = self._weights[id(parameter)] = parameter, self.upload(self._store.weight(parameter))
+            source = self._store.weight(parameter)
+            dtype = self._store.dtype_of(parameter)
+            entry = self._weights[id(parameter)] = parameter, source.to(self.device, dtype, copy=True)
         return entry[1]
 
     def buffer(self, host: Tensor) -> Tensor:
@@ -79,9 +119,15 @@ class Worker:
         """Declare that ``copy`` holds what was just written to ``host``."""
         self._buffers[id(host)] = host, 0 if host.is_inference() else host._version, copy
 
+    # ------------------------------------------------------------------ activations
+
     def upload(self, tensor: Tensor) -> Tensor:
         """A copy of ``tensor`` on this worker that shares no memory with it."""
         return tensor.clone() if tensor.device == self.device else self.move(tensor)
+
+    def uploading(self) -> AbstractContextManager[None]:
+        """A context in which copies to this worker do not wait for its computation."""
+        return nullcontext()
 
     def move(self, tensor: Tensor) -> Tensor:
         """``tensor`` on this worker; the same object if it is there already.
@@ -94,26 +140,41 @@ class Worker:
             tensor = tensor.cpu()
         return tensor.to(self.device)
 
-    def accumulate(self, parameter: Tensor, place: UsePlace, gradient: Tensor) -> None:
-        """Add the gradient of one micro-batch; micro-batches come in their order.
+    def take_home(self, output: Any) -> Any:
+        """``output`` without graphs, on its way to host memory; it has arrived when `synchronize` returns."""
+        return tree_map_only(Tensor, lambda tensor: tensor.detach(), output)
 
-        Half-precision gradients are summed in float32: splitting a batch must not cost precision.
-        """
-        if gradient.dtype in _HALF:
-            gradient = gradient.float()
+    # ------------------------------------------------------------------ gradients
+
+    def accumulate(self, parameter: Tensor, place: UsePlace, gradient: Tensor) -> None:
+        """Add the gradient of one micro-batch; micro-batches come in their order."""
         key = id(parameter), place
         entry = self._sums.get(key)
-        total = self._store.take(parameter, place) if entry is None else entry[1]
-        if total is not None:
-            total = self.move(total)
-            gradient = total + gradient if total.is_sparse or gradient.is_sparse else total.add_(gradient)
-        self._sums[key] = parameter, gradient
+        total = self._store.take_partial(parameter, place) if entry is None else entry[1]
+        if total is None:
+            total = as_gradient_sum(gradient)
+        elif total.is_sparse or gradient.is_sparse:
+            total = self.move(total) + gradient
+        else:
+            total = self.move(total).add_(gradient)
+        self._sums[key] = parameter, total
+
+    def spill(self) -> None:
+        """Send the sums to the host as partial ones: other micro-batches will go on adding to them, maybe elsewhere."""
+        for (_, place), (parameter, total) in self._sums.items():
+            self._store.keep_partial(parameter, place, total.cpu())
+        self._sums.clear()
 
     def land(self) -> None:
         """Send the gradient sums to the host."""
-        for (_, place), (parameter, gradient) in self._sums.items():
-            self._store.land(parameter, place, gradient.cpu())
+        for (_, place), (parameter, total) in self._sums.items():
+            self._store.land(parameter, place, total)
         self._sums.clear()
+
+    # ------------------------------------------------------------------ end
+
+    def synchronize(self) -> None:
+        """Wait until everything that was launched on this worker has run."""
 
     def clear(self) -> None:
         """Forget everything: the step is over or has failed."""
@@ -121,3 +182,6 @@ class Worker:
         self._weights.clear()
         self._buffers.clear()
         self._sums.clear()
+
+    def invalidate(self) -> None:
+        """Forget what lasts longer than a step: the host's tensors may have been written without a trace."""

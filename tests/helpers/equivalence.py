@@ -177,7 +177,7 @@ def _optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str,
 # Models of transformers compute their loss in float32 even when they are float64 themselves.
 _FLOAT32_RTOL = 1e-6
 # A fit that went wrong differs everywhere; the first differences, losses first, say most.
-_SHOWN = 20
+_SHOWN = 12
 
 
 def relative_difference(expected: Tensor, found: Tensor, scale: float | None = None) -> float:

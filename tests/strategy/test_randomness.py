@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
 from tests.helpers.equivalence import BatchDealer, TrainResult, assert_results_equal, train, trainer_for
@@ -126,3 +127,31 @@ def test_eval_mode_of_a_part_is_honoured() -> None:
     for name, tensor in first.state.items():
         torch.testing.assert_close(found.state[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
     assert not found.module.blocks[0].training
+
+
+def test_global_stream_is_left_to_the_user() -> None:
+    """Shuffling and numbers drawn in hooks are those of plain Lightning: steps draw nothing from that generator."""
+    tokens, targets = residual_batches(num=1, rows=24)[0]
+    rows = list(zip(tokens, targets, strict=True))
+
+    class Draws(Residual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drawn: list[float] = []
+            self.first_tokens: list[list[int]] = []
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.first_tokens.append(batch[0][:, 0].tolist())
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.drawn.append(float(torch.rand(())))
+
+    def fit(strategy: Any, devices: int) -> Draws:
+        module = seeded(Draws)
+        torch.manual_seed(5)
+        trainer_for(strategy, devices, max_epochs=3).fit(module, DataLoader(rows, batch_size=6, shuffle=True))
+        return module
+
+    expected, found = fit("auto", 1), fit(RoundPipeStrategy(num_microbatches=3), 2)
+    assert found.first_tokens == expected.first_tokens
+    assert found.drawn == expected.drawn

@@ -1,0 +1,268 @@
+"""A worker that is a GPU: streams, weight slots, landing gradients.
+
+[Note: Streams of a GPU]
+compute: the device's default stream, so that user code and PyTorch's backward threads need no care.
+h2d: uploads of weights and batches; the next stage's weights come while this one computes.
+d2h: gradients and outputs on their way home, while the next micro-batch computes.
+
+Memory that crosses streams is held, with its event, until the other stream is done with it. Nothing waits for the whole
+device inside a step.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_roundpipe.runtime.host_store import HostStore, LandedSum, UsePlace, WeightSlab
+from lightning_roundpipe.runtime.slab import flat_views
+from lightning_roundpipe.runtime.worker import Mark, Worker
+
+__all__ = ["GpuWorker"]
+
+_CHUNK_BYTES = 32 * 2**20
+"""Pieces of a weight upload: long enough for full speed, short enough not to keep an activation waiting."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Device memory that holds one unit's weights.
+
+    Attributes:
+        flat: all bytes.
+        home: the slab that it holds a copy of.
+        version: of that slab.
+        weights: the copies, by id of the parameter.
+        ready: passed by the upload stream when the copy is complete.
+        awaited: whether the compute stream waits for `ready` already.
+    """
+
+    flat: Tensor
+    home: WeightSlab
+    version: int
+    weights: dict[int, Tensor]
+    ready: torch.cuda.Event
+    awaited: bool = False
+
+
+class GpuWorker(Worker):
+    """See `Worker`.
+
+    Args:
+        index: see there.
+        device: see there.
+        store: see there.
+        weight_budget_bytes: device memory for weights. What fits stays; the least recently used goes first. Two stages
+            are held at least, whatever the budget.
+    """
+
+    def __init__(self, index: int, device: torch.device, store: HostStore, weight_budget_bytes: int) -> None:
+        super().__init__(index, device, store)
+        self._budget_bytes = weight_budget_bytes
+        self._compute = torch.cuda.default_stream(device)
+        self._h2d = torch.cuda.Stream(device)
+        self._d2h = torch.cuda.Stream(device)
+        self._slots: OrderedDict[int, _Slot] = OrderedDict()
+        self._free: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._wanted: set[int] = set()
+        self._in_flight: list[tuple[torch.cuda.Event, list[Tensor]]] = []
+        self._epoch = self._event(self._compute)
+        self._epoch_s = 0.0
+
+    def _event(self, stream: torch.cuda.Stream, *, timing: bool = True) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=timing)
+        event.record(stream)
+        return event
+
+    # ------------------------------------------------------------------ tickets
+
+    def activate(self) -> None:
+        """Make this worker's device the calling thread's own."""
+        torch.cuda.set_device(self.device)
+
+    def begin_step(self) -> None:
+        """Start the clock of `seconds` anew: events count in single precision."""
+        self._compute.synchronize()
+        self._epoch, self._epoch_s = self._event(self._compute), time.perf_counter()
+
+    def mark(self) -> Mark:
+        """This moment, in the order of the compute stream."""
+        return self._event(self._compute)
+
+    def seconds(self, mark: Mark) -> float:
+        """When ``mark`` was passed; it must have been."""
+        assert isinstance(mark, torch.cuda.Event)
+        return self._epoch_s + float(self._epoch.elapsed_time(mark)) / 1000
+
+    def enter(self, stage: int, parameters: Iterable[Tensor], upcoming: Iterable[Tensor]) -> None:
+        """Start ``stage``; the uploads for the next one go on while it computes."""
+        if stage == self._stage:
+            return
+        self.land()
+        self._stage = stage
+        now = self._homes(parameters)
+        later = self._homes(upcoming)
+        self._wanted = now.keys() | later.keys()
+        for home in [*now.values(), *later.values()]:
+            self._load(home)
+
+    def _homes(self, parameters: Iterable[Tensor]) -> dict[int, WeightSlab]:
+        homes = map(self._store.slab, parameters)
+        return {id(home): home for home in homes}
+
+    # ------------------------------------------------------------------ weights
+
+    def weight(self, parameter: Tensor) -> Tensor:
+        """This worker's copy of ``parameter``, uploaded if it is not there yet."""
+        slot = self._load(self._store.slab(parameter))
+        if not slot.awaited:
+            self._compute.wait_event(slot.ready)
+            slot.awaited = True
+        return slot.weights[id(parameter)]
+
+    def _load(self, home: WeightSlab) -> _Slot:
+        slot = self._slots.get(id(home))
+        if slot is not None and slot.version == home.version:
+            self._slots.move_to_end(id(home))
+            return slot
+        if slot is not None:
+            self._evict(id(home))
+        self._make_room(home.num_bytes)
+        flat = self._allocate(home.num_bytes)
+        source = home.slab.flat
+        with torch.cuda.stream(self._h2d):
+            for start in range(0, home.num_bytes, _CHUNK_BYTES):
+                flat[start : start + _CHUNK_BYTES].copy_(source[start : start + _CHUNK_BYTES], non_blocking=True)
+        weights = dict(zip(map(id, home.parameters), flat_views(flat, home.slab.likes), strict=True))
+        slot = _Slot(flat, home, home.version, weights, self._event(self._h2d, timing=False))
+        self._slots[id(home)] = slot
+        return slot
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        for index, (flat, free) in enumerate(self._free):
+            if flat.numel() == num_bytes:
+                del self._free[index]
+                self._h2d.wait_event(free)
+                return flat
+        with torch.cuda.stream(self._h2d):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _make_room(self, num_bytes: int) -> None:
+        def used() -> int:
+            held = [slot.flat for slot in self._slots.values()] + [flat for flat, _ in self._free]
+            return sum(flat.numel() for flat in held)
+
+        for key in list(self._slots):
+            if used() + num_bytes <= self._budget_bytes:
+                return
+            if key not in self._wanted:
+                self._evict(key)
+                if any(flat.numel() == num_bytes for flat, _ in self._free):
+                    return
+        while self._free and used() + num_bytes > self._budget_bytes:
+            flat, _ = self._free.pop(0)
+            flat.record_stream(self._compute)
+
+    def _evict(self, key: int) -> None:
+        slot = self._slots.pop(key)
+        self._free.append((slot.flat, self._event(self._compute, timing=False)))
+
+    # ------------------------------------------------------------------ activations
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Copies started inside run beside the computation that is under way.
+
+        What they write must be held until the step is over.
+        """
+        with torch.cuda.stream(self._h2d):
+            yield
+        self._compute.wait_stream(self._h2d)
+
+    def take_home(self, output: Any) -> Any:
+        """``output`` without graphs, on its way to pinned host memory."""
+        done = self._event(self._compute, timing=False)
+        self._d2h.wait_event(done)
+        held: list[Tensor] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            if tensor.device.type == "cpu":
+                return tensor.detach()
+            held.append(tensor.detach())
+            return held[-1].to("cpu", non_blocking=True)
+
+        with torch.cuda.stream(self._d2h):
+            moved = tree_map_only(Tensor, copy, output)
+        self._hold(held)
+        return moved
+
+    # ------------------------------------------------------------------ gradients
+
+    def land(self) -> None:
+        """Send the gradient sums to the host, beside the computation that goes on."""
+        if not self._sums:
+            return
+        totals: dict[tuple[int, int], tuple[Tensor, UsePlace, Tensor]] = {}
+        for (key, place), (parameter, total) in sorted(self._sums.items(), key=lambda item: item[0][1], reverse=True):
+            known = totals.get((key, place.group))
+            totals[key, place.group] = parameter, place, total if known is None else known[2] + total
+        self._sums.clear()
+        ready = []
+        for parameter, place, total in totals.values():
+            for landed in self._store.take_landed(parameter, place.group):
+                # A tied weight: adding up on the GPU is cheaper than on the host.
+                total = self._bring_back(landed) + total
+            ready.append((parameter, place, total.to(parameter.dtype)))
+        self._d2h.wait_event(self._event(self._compute, timing=False))
+        landings = []
+        with torch.cuda.stream(self._d2h):
+            for parameter, _, total in ready:
+                landing = self._store.landing(parameter, overwrite_grad=self.overwrites_grad)
+                if total.is_sparse:
+                    landing = total.cpu()
+                else:
+                    landing.copy_(total, non_blocking=True)
+                landings.append(landing)
+        event = self._hold([total for _, _, total in ready])
+        for (parameter, place, _), landing in zip(ready, landings, strict=True):
+            self._store.land(parameter, place, landing, event)
+
+    def _bring_back(self, landed: LandedSum) -> Tensor:
+        if landed.event is not None:
+            self._h2d.wait_event(landed.event)
+        with torch.cuda.stream(self._h2d):
+            gradient = landed.gradient.to(self.device, non_blocking=True)
+        gradient.record_stream(self._compute)
+        self._compute.wait_stream(self._h2d)
+        return gradient
+
+    def _hold(self, tensors: list[Tensor]) -> torch.cuda.Event:
+        """Keep ``tensors`` until the download stream is past this point."""
+        self._in_flight = [(event, held) for event, held in self._in_flight if not event.query()]
+        event = self._event(self._d2h, timing=False)
+        self._in_flight.append((event, tensors))
+        return event
+
+    # ------------------------------------------------------------------ end
+
+    def synchronize(self) -> None:
+        """Wait until everything that was launched on this worker has run."""
+        for stream in (self._compute, self._h2d, self._d2h):
+            stream.synchronize()
+
+    def clear(self) -> None:
+        """Forget what belongs to the step. Weights and buffers stay; stale versions are not used again."""
+        self._stage = -1
+        self._sums.clear()
+        self._wanted = set()
+        self._in_flight.clear()
+
+    def invalidate(self) -> None:
+        """Forget buffers: the host's may have been written without a trace."""
+        self._buffers.clear()
