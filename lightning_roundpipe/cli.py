@@ -5,6 +5,7 @@ Both predict; neither needs a GPU.
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -305,11 +306,12 @@ def _counts(path: str, sequence: int, compute_bytes: int, lora_rank: int) -> tup
         model = make_model(config, dtype=dtype)
         return _with_lora(model, lora_rank) if lora_rank else model
 
-    return count_calls(
-        build,
-        lambda: {"input_ids": torch.zeros(1, sequence, dtype=torch.long), "use_cache": False},
-        causal=True,
-    )
+    def batch() -> dict[str, Any]:
+        return {"input_ids": torch.zeros(1, sequence, dtype=torch.long), "use_cache": False}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries say of their own names is of no use to the caller
+        return count_calls(build, batch, causal=True)
 
 
 def _with_lora(model: "torch.nn.Module", rank: int) -> "torch.nn.Module":

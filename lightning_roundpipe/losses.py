@@ -79,5 +79,5 @@ def linear_cross_entropy(
             f" {list(hidden.shape)}, {list(labels.shape)} and {list(weight.shape)}. Flatten batch and sequence first."
         )
     apply = _LinearCrossEntropy.apply
-    loss: Tensor = apply(hidden, weight, labels, ignore_index, chunk_tokens)
+    loss: Tensor = apply(hidden, weight, labels, ignore_index, chunk_tokens)  # type: ignore[no-untyped-call]
     return loss

@@ -27,22 +27,36 @@ class RoundPipePrecision(Precision):
 
     Args:
         precision: one of the above.
+        half_weights: with mixed precision, compute with weights in half precision everywhere, not only where autocast
+            asks for it, as FSDP's mixed precision does. Activations between layers are then in half precision, too:
+            faster, and rounded once more. The host weights and the gradients stay as they are.
         scaler: for ``"16-mixed"``, the gradient scaler; by default one with PyTorch's default settings. It must work on
             host tensors: ``torch.amp.GradScaler("cpu", ...)``.
 
     Raises:
-        ValueError: the precision is not one of the above, or does not go with a scaler.
+        ValueError: the precision is not one of the above, or does not go with a scaler or with ``half_weights``.
+        TypeError: a class of one's own was derived from this one.
     """
 
-    def __new__(cls, precision: str = "32-true", scaler: torch.amp.GradScaler | None = None) -> "RoundPipePrecision":
+    def __new__(
+        cls, precision: str = "32-true", half_weights: bool = False, scaler: torch.amp.GradScaler | None = None
+    ) -> "RoundPipePrecision":
         """Make an instance of the class for ``precision``; Lightning's callbacks tell plugins apart by class."""
         if precision not in _CLASSES:
             raise ValueError(f"`precision` must be one of {', '.join(map(repr, _CLASSES))}, but got {precision!r}.")
         if scaler is not None and precision != "16-mixed":
             raise ValueError(f"`scaler` goes with `precision='16-mixed'` only, but got {precision!r}.")
+        if half_weights and not precision.endswith("-mixed"):
+            raise ValueError(f"`half_weights` goes with mixed precision only, but got `precision={precision!r}`.")
+        if cls not in (RoundPipePrecision, *_CLASSES.values()):
+            raise TypeError(
+                f"{cls.__name__} must not derive from RoundPipePrecision: it is one class for each precision."
+            )
         return super().__new__(_CLASSES[precision])
 
-    def __init__(self, precision: str = "32-true", scaler: torch.amp.GradScaler | None = None) -> None:
+    def __init__(
+        self, precision: str = "32-true", half_weights: bool = False, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
         super().__init__()
 
     def __getnewargs__(self) -> tuple[Any, ...]:
@@ -73,13 +87,10 @@ class RoundPipePrecision(Precision):
             scaler = None
             if plugin.scaler is not None:
                 scaler = torch.amp.GradScaler(
-                    "cpu",
-                    init_scale=plugin.scaler.get_scale() if plugin.scaler.is_enabled() else 2.0**16,
-                    growth_factor=plugin.scaler.get_growth_factor() if plugin.scaler.is_enabled() else 2.0,
-                    backoff_factor=plugin.scaler.get_backoff_factor() if plugin.scaler.is_enabled() else 0.5,
-                    growth_interval=plugin.scaler.get_growth_interval() if plugin.scaler.is_enabled() else 2000,
+                    "cpu", enabled=plugin.scaler.is_enabled() or not torch.cuda.is_available()
                 )
-            adopted = RoundPipePrecision(plugin.precision, scaler)
+                scaler.load_state_dict(plugin.scaler.state_dict() or scaler.state_dict())
+            adopted = RoundPipePrecision(plugin.precision, scaler=scaler)
             assert isinstance(adopted, _RoundPipeMixed)
             adopted.device = plugin.device
             return adopted
@@ -92,22 +103,28 @@ class RoundPipePrecision(Precision):
 
 
 class _RoundPipeHalf(RoundPipePrecision, HalfPrecision):
-    def __init__(self, precision: Any = "bf16-true", scaler: None = None) -> None:
+    def __init__(self, precision: Any = "bf16-true", half_weights: bool = False, scaler: None = None) -> None:
         HalfPrecision.__init__(self, precision)
 
 
 class _RoundPipeDouble(RoundPipePrecision, DoublePrecision):
-    def __init__(self, precision: str = "64-true", scaler: None = None) -> None:
+    def __init__(self, precision: str = "64-true", half_weights: bool = False, scaler: None = None) -> None:
         DoublePrecision.__init__(self)
 
 
 class _RoundPipeMixed(RoundPipePrecision, MixedPrecision):
     """Autocast on the workers' devices. Gradients are on the host, so the scaler works there."""
 
-    def __init__(self, precision: Any = "bf16-mixed", scaler: torch.amp.GradScaler | None = None) -> None:
+    def __init__(
+        self,
+        precision: Any = "bf16-mixed",
+        half_weights: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         if precision == "16-mixed" and scaler is None:
             scaler = torch.amp.GradScaler("cpu")
         MixedPrecision.__init__(self, precision, "cpu", scaler)
+        self._half_weights = half_weights
 
     @property
     def loss_scale(self) -> float:
@@ -115,6 +132,8 @@ class _RoundPipeMixed(RoundPipePrecision, MixedPrecision):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
+        if not self._half_weights:
+            return None
         return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -57,10 +57,11 @@ def publish_gradients(loss: Tensor, gradients: Sequence[tuple[Tensor, Tensor]], 
         scale: see there.
 
     Returns:
-        The loss, requiring grad. ``(k * loss).backward()`` adds ``k / scale`` times each gradient to its parameter's.
+        The loss, requiring grad. ``(k * loss).backward()`` adds ``k / scale`` times each gradient to its parameter's; a
+        second backward raises `RuntimeError`.
     """
     parameters = [parameter for parameter, _ in gradients]
     if not parameters:
         return loss.clone().requires_grad_()
-    published: Tensor = _Publish.apply(loss, scale, gradients, *parameters)
+    published: Tensor = _Publish.apply(loss, scale, gradients, *parameters)  # type: ignore[no-untyped-call]
     return published

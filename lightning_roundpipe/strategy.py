@@ -11,13 +11,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.init import _EmptyInit
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import move_data_to_device, rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_roundpipe.plan.partition import balanced_evaluation_plan, balanced_plan
 from lightning_roundpipe.precision import RoundPipePrecision
@@ -118,6 +119,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._labels_shifted: bool | None = None
         self._base_seed: int | None = None
         self._step_stats: StepStats | None = None
+        self._model_signature: tuple[tuple[int, bool], ...] = ()
         self.poison_masters = False
 
     @classmethod
@@ -244,11 +246,17 @@ class RoundPipeStrategy(ParallelStrategy):
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        if isinstance(self.precision_plugin, MixedPrecision):
+            self.precision_plugin.device = self.root_device.type
         if self._base_seed is None:
             self._base_seed = torch.initial_seed() % 2**63
         self._step_log = StepLog(module)
+        self._executor = self._make_executor(module)
+
+    def _make_executor(self, module: "LightningModule") -> Executor:
         assert self.parallel_devices is not None
-        self._executor = Executor(
+        self._model_signature = _signature(module)
+        executor = Executor(
             root=module,
             units=find_units(module, self._units),
             devices=[_indexed(device) for device in self.parallel_devices] * self._workers_per_device,
@@ -259,7 +267,8 @@ class RoundPipeStrategy(ParallelStrategy):
             compute_dtype=self.precision_plugin.compute_dtype,
             gpu_memory_limit=self._gpu_memory_limit,
         )
-        _log.debug("units: %s", ", ".join(map(str, self._executor.units)))
+        _log.debug("units: %s", ", ".join(map(str, executor.units)))
+        return executor
 
     def _check_devices(self) -> None:
         if self.root_device.type not in ("cpu", "cuda"):
@@ -274,6 +283,16 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def _check_module(self, module: "LightningModule", fits: bool) -> None:
         tensors = [*module.named_parameters(), *module.named_buffers()]
+        if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
+            raise ValueError(
+                f"All parameters must have shapes before training, but these are not initialised: {_listed(lazy)}. Run"
+                " a forward pass in `setup` or `configure_model`."
+            )
+        if any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules()):
+            raise ValueError(
+                "Scripted modules (`torch.jit.script`) read their parameters where nobody can supply others. Use the"
+                " original module."
+            )
         if missing := [name for name, tensor in tensors if tensor.is_meta]:
             raise ValueError(
                 f"All parameters and buffers must have values before training, but these are on the meta device:"
@@ -442,7 +461,12 @@ class RoundPipeStrategy(ParallelStrategy):
     ) -> tuple[StepResult, Sequence[MicroBatch], BatchObjective]:
         assert self._executor is not None
         assert self._step_log is not None
-        module, executor, step_log = self._module, self._executor, self._step_log
+        module, step_log = self._module, self._step_log
+        if _signature(module) != self._model_signature:
+            # Layers were added, merged, frozen or unfrozen since.
+            self._executor.close()
+            self._executor = self._make_executor(module)
+        executor = self._executor
         trains = kind == "training"
         executor.poison_masters = self.poison_masters
         step = getattr(module, f"{kind}_step")
@@ -531,6 +555,11 @@ def _resolve_loss_weight(loss_weight: str | Callable[[Any], float]) -> LossWeigh
         raise TypeError(f"`loss_weight` must name a function, but {loss_weight!r} is a {type(function).__name__}.")
     weight: LossWeight = function
     return weight
+
+
+def _signature(module: torch.nn.Module) -> tuple[tuple[int, bool], ...]:
+    """Changes whenever parameters are added, replaced, frozen or unfrozen."""
+    return tuple((id(parameter), parameter.requires_grad) for parameter in module.parameters())
 
 
 def _callbacks(trainer: "Trainer") -> list[Any]:

@@ -466,6 +466,7 @@ def test_right_or_refused(build: Callable[[], L.LightningModule]) -> None:
         assert_equivalent(case, 2, 3, dtype=torch.float64)
 
 
+@pytest.mark.filterwarnings("ignore:Compiled modules run eagerly:UserWarning")
 @pytest.mark.parametrize("in_place", [True, False])
 def test_compiled_blocks(in_place: bool) -> None:
     """``block.compile()`` and ``torch.compile(block)``; the eager backend, as it needs no compiler."""

@@ -65,7 +65,7 @@ def test_contexts_and_conversion_are_lightnings(precision: str) -> None:
     assert plugin.convert_input(torch.ones(1)).dtype is (dtype if precision.endswith("true") else torch.float32)
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize("precision", ["16", "bf16", "transformer-engine", "", 32])
@@ -78,10 +78,43 @@ def test_other_precisions_are_refused(precision: Any) -> None:
 @pytest.mark.parametrize("precision", sorted(KINDS.keys() - {"16-mixed"}))
 def test_a_scaler_goes_with_float16_only(precision: str) -> None:
     with pytest.raises(ValueError, match=f"goes with `precision='16-mixed'` only, but got '{precision}'"):
-        RoundPipePrecision(precision, scaler())
+        RoundPipePrecision(precision, scaler=scaler())
 
 
-# ------------------------------------------------------------------------------------------------------------ loss scale
+@pytest.mark.parametrize("precision", [precision for precision in KINDS if precision.endswith("true")])
+def test_half_weights_go_with_mixed_precision_only(precision: str) -> None:
+    with pytest.raises(ValueError, match=f"mixed precision only, but got `precision='{precision}'`"):
+        RoundPipePrecision(precision, half_weights=True)
+
+
+def test_a_class_of_ones_own_is_refused() -> None:
+    """It would get an instance of another class: there is one for each precision."""
+
+    class Mine(RoundPipePrecision):
+        pass
+
+    with pytest.raises(TypeError, match="Mine must not derive from RoundPipePrecision"):
+        Mine("32-true")
+
+
+# -------------------------------------------------------------------------------------------------------- compute dtype
+
+
+@pytest.mark.parametrize("precision", KINDS)
+def test_weights_are_computed_with_as_they_are(precision: str) -> None:
+    """As autocast does, which casts them where it asks for it."""
+    assert RoundPipePrecision(precision).compute_dtype is None
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_half_weights_are_cast_everywhere(precision: str) -> None:
+    plugin = RoundPipePrecision(precision, half_weights=True)
+    assert plugin.compute_dtype is KINDS[precision][1]
+    assert copy.deepcopy(plugin).compute_dtype is KINDS[precision][1]
+    assert plugin.convert_module(torch.nn.Linear(1, 1)).weight.dtype is torch.float32
+
+
+# ----------------------------------------------------------------------------------------------------------- loss scale
 
 
 @pytest.mark.parametrize("precision", sorted(KINDS.keys() - {"16-mixed"}))
@@ -91,10 +124,10 @@ def test_no_loss_scale(precision: str) -> None:
 
 def test_loss_scale() -> None:
     assert RoundPipePrecision("16-mixed").loss_scale == scaler().get_scale() == 2.0**16
-    assert RoundPipePrecision("16-mixed", scaler(init_scale=8.0)).loss_scale == 8.0
+    assert RoundPipePrecision("16-mixed", scaler=scaler(init_scale=8.0)).loss_scale == 8.0
 
 
-# ----------------------------------------------------------------------------------------------------------------- adopt
+# ---------------------------------------------------------------------------------------------------------------- adopt
 
 
 @pytest.mark.parametrize(
@@ -134,6 +167,14 @@ def test_settings_of_an_adopted_plugin() -> None:
     assert settings == (8.0, 3.0, 0.25, 7)
 
 
+def test_an_adopted_scaler_goes_on_where_it_was() -> None:
+    given = scaler(init_scale=8.0, growth_interval=7)
+    given.scale(torch.ones(()))
+    given.load_state_dict({**given.state_dict(), "_growth_tracker": 5})
+    adopted = RoundPipePrecision.adopt(MixedPrecision("16-mixed", "cpu", given))
+    assert adopted.state_dict() == given.state_dict()
+
+
 def test_an_adopted_scaler_works_on_host_gradients() -> None:
     """Whatever device the plugin's own was made for."""
     adopted = RoundPipePrecision.adopt(MixedPrecision("16-mixed", "cpu", scaler(init_scale=4.0)))
@@ -168,7 +209,7 @@ def test_the_strategy_adopts() -> None:
         RoundPipeStrategy(precision_plugin=OtherPrecision())
 
 
-# --------------------------------------------------------------------------------------------------- copies, checkpoints
+# -------------------------------------------------------------------------------------------------- copies, checkpoints
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda plugin: pickle.loads(pickle.dumps(plugin))])
@@ -200,9 +241,10 @@ def restore(plugin: Precision, checkpoint: dict[str, Any]) -> None:
 
 
 def used(plugin: Precision) -> Precision:
-    """With a scaler that has seen an overflow."""
+    """With a scaler whose scale has changed."""
     assert isinstance(plugin, MixedPrecision)
     assert plugin.scaler is not None
+    plugin.scaler.scale(torch.ones(()))
     plugin.scaler.update(2.0)
     return plugin
 

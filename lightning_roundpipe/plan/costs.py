@@ -5,7 +5,17 @@ from dataclasses import dataclass, replace
 
 from lightning_roundpipe.plan.stages import Plan, Stage, StageKind
 
-__all__ = ["PRECISIONS", "CallCost", "CallCount", "Precision", "Work", "busy_seconds", "layer_costs", "stage_seconds"]
+__all__ = [
+    "PRECISIONS",
+    "CallCost",
+    "CallCount",
+    "MeasuredCosts",
+    "Precision",
+    "Work",
+    "busy_seconds",
+    "layer_costs",
+    "stage_seconds",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,3 +172,54 @@ class CallCount:
     def with_stored(self, numbers: tuple[int, int]) -> "CallCount":
         """The same call with other numbers of weights and trained weights that it is the first to use."""
         return replace(self, num_weights=numbers[0], num_trained=numbers[1])
+
+
+class MeasuredCosts:
+    """Costs that follow measured times of tickets.
+
+    A ticket is measured as a whole. Its calls share the time in proportion to what was believed before, and belief
+    moves towards the measurement by a fixed share, so that one slow ticket does not change a plan.
+
+    Args:
+        costs: the costs to begin with, estimated or all alike.
+        share: how far each measurement moves them, above 0 and up to 1.
+
+    Raises:
+        ValueError: ``share`` is out of bounds.
+    """
+
+    def __init__(self, costs: Sequence[CallCost], share: float = 0.3) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"`share` must be above 0 and at most 1, but got {share}.")
+        self._costs = list(costs)
+        self._share = share
+
+    @property
+    def costs(self) -> tuple[CallCost, ...]:
+        """The costs as they are believed now."""
+        return tuple(self._costs)
+
+    def observe(self, stage: Stage, seconds: float, speed: float = 1.0) -> None:
+        """Takes in the time of one ticket.
+
+        Args:
+            stage: the ticket's stage.
+            seconds: its time on the worker, waits excluded.
+            speed: the worker's speed.
+        """
+        believed = sum(stage_seconds(self._costs, stage))
+        if believed <= 0 or seconds <= 0:
+            return
+        factor = 1 + self._share * (seconds * speed / believed - 1)
+        for call in stage.calls:
+            self._costs[call] = self._scaled(self._costs[call], stage.kind, factor)
+
+    def _scaled(self, cost: CallCost, kind: StageKind, factor: float) -> CallCost:
+        forward_s = cost.forward_s * (factor if kind is not StageKind.BACKWARD else 1.0)
+        if kind is StageKind.FORWARD:
+            # Recomputation is another measurement; unless it was ever told apart, it costs what forward does.
+            return replace(cost, forward_s=forward_s)
+        recompute_s = cost.forward_s if cost.recompute_s is None else cost.recompute_s
+        if kind is StageKind.BACKWARD:
+            recompute_s *= factor
+        return replace(cost, forward_s=forward_s, backward_s=cost.backward_s * factor, recompute_s=recompute_s)

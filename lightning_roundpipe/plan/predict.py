@@ -9,7 +9,7 @@ from lightning_roundpipe.plan.costs import CallCount, Precision
 from lightning_roundpipe.plan.devices import DeviceProfile, Machine, call_costs
 from lightning_roundpipe.plan.memory import host_bytes, worker_bytes
 from lightning_roundpipe.plan.schedule import Schedule
-from lightning_roundpipe.plan.search import Choice, search
+from lightning_roundpipe.plan.search import Case, Choice, search_cases
 from lightning_roundpipe.plan.simulator import Boundary
 from lightning_roundpipe.plan.stages import Plan
 from lightning_roundpipe.plan.timeline import Lane
@@ -74,25 +74,23 @@ def predict(setup: Setup, batch: int, *, boundary: Boundary = Boundary.EXACT) ->
     Raises:
         PlanError: nothing fits, not even micro-batches of one sequence.
     """
-    best: Prediction | None = None
-    refusal: PlanError | None = None
+    if batch < 1:
+        raise PlanError(f"A step must have at least one sequence, but `batch` is {batch}.")
+    microbatches = {}
     for microbatch in _microbatches(batch, setup.num_workers):
         costs = call_costs(
             setup.counts, setup.profile, setup.precision, scale=microbatch, chunked_loss=setup.chunked_loss
         )
-        try:
-            choice = search(costs, _machine(setup, microbatch), -(-batch // microbatch), boundary=boundary)
-        except PlanError as error:
-            refusal = error
-            continue
-        tokens_per_s = batch * setup.sequence / choice.step_s
-        if best is None or tokens_per_s > best.tokens_per_s:
-            busy = _busy(choice, setup)
-            limit = max(busy, key=busy.__getitem__)
-            best = Prediction(choice=choice, microbatch=microbatch, tokens_per_s=tokens_per_s, limit=limit, busy=busy)
-    if best is None:
-        raise refusal or PlanError(f"A step must have at least one sequence, but `batch` is {batch}.")
-    return best
+        microbatches[Case(costs, _machine(setup, microbatch), -(-batch // microbatch))] = microbatch
+    case, choice = search_cases(list(microbatches), boundary=boundary)
+    busy = _busy(choice, setup)
+    return Prediction(
+        choice=choice,
+        microbatch=microbatches[case],
+        tokens_per_s=batch * setup.sequence / choice.step_s,
+        limit=max(busy, key=busy.__getitem__),
+        busy=busy,
+    )
 
 
 def longest_sequence(setup: Setup) -> int:
@@ -130,7 +128,7 @@ def _microbatches(batch: int, num_workers: int) -> list[int]:
     sizes = [1]
     while 2 * sizes[-1] * num_workers <= batch:
         sizes.append(2 * sizes[-1])
-    return sizes if batch >= 1 else []
+    return sizes
 
 
 def _machine(setup: Setup, microbatch: int) -> Machine:

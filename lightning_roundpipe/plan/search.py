@@ -1,17 +1,16 @@
 """The plan with the shortest step, found by trying.
 
-Two models of a step share the work. A quick one (:class:`_Estimator`) follows the tickets stage by stage, with every
-link at an equal share of the host's bandwidth, and tries a thousand plans. The simulator then judges the best of them.
+Two models of a step share the work: a quick one tries a thousand plans, and the simulator judges the best of them.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import inf
 
 from lightning_roundpipe.exceptions import PlanError
 from lightning_roundpipe.plan.costs import CallCost
 from lightning_roundpipe.plan.devices import Machine
+from lightning_roundpipe.plan.estimate import Estimator
 from lightning_roundpipe.plan.memory import host_bytes, worker_bytes
 from lightning_roundpipe.plan.partition import cut_evenly
 from lightning_roundpipe.plan.schedule import FixedOrder, FixedSchedule, Schedule
@@ -19,7 +18,7 @@ from lightning_roundpipe.plan.simulator import Boundary, simulate
 from lightning_roundpipe.plan.stages import Plan
 from lightning_roundpipe.plan.timeline import Timeline
 
-__all__ = ["Choice", "judge", "search", "search_fixed"]
+__all__ = ["Case", "Choice", "better_choice", "judge", "search", "search_cases", "search_fixed"]
 
 # Steps to simulate where neighbouring steps overlap: the later ones are then as all that follow.
 _NUM_STEPS = {Boundary.SYNC: 1, Boundary.EXACT: 4, Boundary.STALE: 10}
@@ -28,10 +27,16 @@ _NUM_STEPS = {Boundary.SYNC: 1, Boundary.EXACT: 4, Boundary.STALE: 10}
 _GRID_RATIO = 1.25
 _NUM_DESCENTS = 2
 _NUM_CUT_MOVES = 160
-_NUM_SIMULATED = 5
+_NUM_SIMULATED = 6
 
 # Estimates above the best by more than this are not simulated.
-_PROMISING = 1.03
+_PROMISING = 1.1
+
+# What a switch of stages counts for, as a share of the step.
+_SWITCH = 1e-5
+
+# A gain below this is not worth a new plan.
+_WORTHWHILE = 1.03
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,21 @@ class Choice:
     def step_s(self) -> float:
         """Seconds of a step."""
         return self.timeline.step_time
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to cut a batch into micro-batches.
+
+    Args:
+        costs: costs of the calls of one micro-batch.
+        machine: the workers, with the limits of their memory and links.
+        num_microbatches: number of micro-batches of a step.
+    """
+
+    costs: Sequence[CallCost]
+    machine: Machine
+    num_microbatches: int
 
 
 def search(
@@ -80,13 +100,31 @@ def search(
     Raises:
         PlanError: no plan fits the memory of the workers or of the host.
     """
-    finder = _Finder(costs, machine, num_microbatches, boundary, max_fused, early_recompute)
-    if replica_groups is None:
-        divisors = [n for n in range(1, machine.num_workers + 1) if machine.num_workers % n == 0]
-        groups = [n for n in divisors if n <= num_microbatches]
-    else:
-        groups = [replica_groups]
-    return finder.best(groups)
+    finder = _Finder(Case(costs, machine, num_microbatches), boundary, max_fused, early_recompute)
+    return _best([(finder, candidate) for candidate in finder.candidates(replica_groups)])[1]
+
+
+def search_cases(cases: Sequence[Case], *, boundary: Boundary = Boundary.SYNC) -> tuple[Case, Choice]:
+    """Finds the case, and its plan, with the shortest step; all cases are of the same batch.
+
+    Args:
+        cases: the cases, at least one.
+        boundary: what a step waits for.
+
+    Raises:
+        PlanError: no plan fits the memory of the workers or of the host, in any of the cases.
+    """
+    found: list[tuple[_Finder, _Candidate]] = []
+    refusal: PlanError | None = None
+    for case in cases:
+        finder = _Finder(case, boundary, None, False)
+        try:
+            found += [(finder, candidate) for candidate in finder.candidates(None)]
+        except PlanError as error:
+            refusal = refusal or error
+    if refusal is not None and not found:
+        raise refusal
+    return _best(found)
 
 
 @dataclass(frozen=True)
@@ -106,168 +144,55 @@ class _Candidate:
     schedule: Schedule
 
 
-class _Estimator:
-    """A quick model of a step: no queues, every link at a fixed share of the host's bandwidth."""
+def _best(found: Sequence[tuple["_Finder", _Candidate]]) -> tuple[Case, Choice]:
+    """Simulates the most promising candidates, first the best of each kind.
 
-    def __init__(self, costs: Sequence[CallCost], machine: Machine, early_recompute: bool, num_steps: int) -> None:
-        share = machine.host_bytes_per_s / machine.num_workers
-        self._machine = machine
-        self.h2d_bytes_per_s = min(machine.h2d_bytes_per_s, share)
-        self._d2h_bytes_per_s = min(machine.d2h_bytes_per_s, share)
-        self._early = early_recompute
-        self._num_steps = num_steps
-        self._forward = _sums(call.forward_s for call in costs)
-        self._backward = _sums(call.backward_s for call in costs)
-        self._recompute = _sums(call.forward_s if call.recompute_s is None else call.recompute_s for call in costs)
-        self._weights = _sums(call.weight_bytes for call in costs)
-        self._gradients = _sums(call.gradient_bytes for call in costs)
-        self._sum_bytes = sum(call.sum_bytes + call.gradient_bytes for call in costs)
-        self._optimizer_bytes = sum(call.optimizer_bytes for call in costs)
-
-    def step_s(self, schedule: Schedule) -> float:
-        """Seconds of a step; at least what host memory needs for all that is moved."""
-        groups = schedule.replica_groups
-        equal = not self._machine.speeds and schedule.stage_workers is None and not (schedule.num_microbatches % groups)
-        stages = self._stages(schedule.plan)
-        slowest = max(self._group_s(schedule, group, stages) for group in range(1 if equal else groups))
-        return max(slowest, self._traffic(schedule, stages) / self._machine.host_bytes_per_s)
-
-    def deal(self, schedule: Schedule) -> Schedule:
-        """Gives every stage to the worker of its group that would finish it first."""
-        stages = self._stages(schedule.plan)
-        rows = []
-        for group in range(schedule.replica_groups):
-            row: list[int] = []
-            self._group_s(schedule, group, stages, row)
-            rows.append(tuple(row[: len(stages)]))
-        return replace(schedule, stage_workers=tuple(rows))
-
-    def _stages(self, plan: Plan) -> list[tuple[float, float, float, float]]:
-        """For every stage the seconds that recompute, the other seconds, seconds of upload and of download."""
-        stages = []
-        h2d, d2h = self.h2d_bytes_per_s, self._d2h_bytes_per_s
-        for stage in plan.stages:
-            start, stop = stage.start, stage.stop
-            upload = (self._weights[stop] - self._weights[start]) / h2d
-            forward = self._forward[stop] - self._forward[start]
-            if stage.index < plan.fused_stage:
-                stages.append((0.0, forward, upload, 0.0))
-                continue
-            download = (self._gradients[stop] - self._gradients[start]) / d2h
-            backward = self._backward[stop] - self._backward[start]
-            if stage.index == plan.fused_stage:
-                stages.append((0.0, forward + backward, upload, download))
-            else:
-                stages.append((self._recompute[stop] - self._recompute[start], backward, upload, download))
-        return stages
-
-    def _traffic(self, schedule: Schedule, stages: Sequence[tuple[float, float, float, float]]) -> float:
-        """Bytes of host memory that a step reads and writes."""
-        copies = schedule.replica_groups * schedule.num_rounds
-        up = sum(stage[2] for stage in stages) * self.h2d_bytes_per_s if self.h2d_bytes_per_s < inf else 0.0
-        down = sum(stage[3] for stage in stages) * self._d2h_bytes_per_s if self._d2h_bytes_per_s < inf else 0.0
-        sums = copies * self._gradients[-1] + self._sum_bytes if copies > 1 else 0.0
-        return copies * (up + down) + sums + self._optimizer_bytes
-
-    def _group_s(
-        self,
-        schedule: Schedule,
-        group: int,
-        stages: Sequence[tuple[float, float, float, float]],
-        deal: list[int] | None = None,
-    ) -> float:
-        """Seconds of a step for one replica group; fills ``deal`` with the best worker of every stage."""
-        size = schedule.group_size
-        speeds = [self._machine.speed(group * size + member) for member in range(size)]
-        counts = [0] * schedule.num_rounds
-        for microbatch in range(schedule.num_microbatches):
-            if schedule.group_of(microbatch) == group:
-                counts[schedule.round_of(microbatch)] += 1
-        row = schedule.stage_workers[group] if schedule.stage_workers else None
-        free, link, down = [0.0] * size, [0.0] * size, [0.0] * size
-        slots = [(0.0, 0.0)] * size
-        ends: list[float] = []
-        turn = 0
-        for step in range(self._num_steps):
-            begin = ends[step - 2] if step >= 2 else 0.0
-            for num_microbatches in counts:
-                arrived = [begin] * num_microbatches
-                came_from = -1
-                for index, (early_s, main_s, upload_s, download_s) in enumerate(stages):
-                    if deal is not None:
-                        options = list(range(size))
-                    elif row is not None:
-                        options = [row[index] - group * size]
-                    else:
-                        options = [turn % size]
-                    turn += 1
-                    best: tuple[float, int, list[float], float] | None = None
-                    for member in options:
-                        loaded = max(link[member], slots[member][0]) + upload_s
-                        start = max(free[member], loaded)
-                        hop_s = self._machine.hop_s if came_from not in (-1, member) else 0.0
-                        ended = self._tickets(start, arrived, hop_s, early_s / speeds[member], main_s / speeds[member])
-                        end = ended[-1] if ended else start
-                        if best is None or (end, free[member]) < (best[0], free[best[1]]):
-                            best = end, member, ended, loaded
-                    assert best is not None
-                    end, member, arrived, link[member] = best
-                    if deal is not None:
-                        deal.append(group * size + member)
-                    free[member] = end
-                    down[member] = max(down[member], end) + download_s
-                    slots[member] = slots[member][1], down[member]
-                    came_from = member
-            ends.append(max(down))
-        return (ends[-1] - ends[0]) / (self._num_steps - 1) if self._num_steps > 1 else ends[0]
-
-    def _tickets(self, now: float, arrived: list[float], hop_s: float, early_s: float, main_s: float) -> list[float]:
-        """Ends of a stage's tickets that start not before ``now`` and their inputs, which are ``hop_s`` away."""
-        ended = []
-        if not (self._early and early_s):
-            early_s, main_s = 0.0, main_s + early_s
-        for time in arrived:
-            now += early_s
-            if time + hop_s > now:
-                now = time + hop_s
-            now += main_s
-            ended.append(now)
-        return ended
+    Replica groups and sizes of micro-batches trade computation for traffic, in which the estimate is least sure.
+    """
+    ranked = sorted(found, key=lambda pair: pair[1].estimate_s)
+    limit = _PROMISING * ranked[0][1].estimate_s
+    seen: set[tuple[int, int]] = set()
+    first, others = [], []
+    for finder, candidate in ranked:
+        if candidate.estimate_s > limit:
+            break
+        kind = finder.case.num_microbatches, candidate.schedule.replica_groups
+        (others if kind in seen else first).append((finder, candidate.schedule))
+        seen.add(kind)
+    judged = [(finder.case, finder.judge(schedule)) for finder, schedule in (first + others)[:_NUM_SIMULATED]]
+    return min(judged, key=lambda pair: _penalized(pair[1].step_s, pair[1].schedule))
 
 
 class _Finder:
-    def __init__(
-        self,
-        costs: Sequence[CallCost],
-        machine: Machine,
-        num_microbatches: int,
-        boundary: Boundary,
-        max_fused: int | None,
-        early_recompute: bool,
-    ) -> None:
-        self._costs = costs
-        self._machine = machine
-        self._num_microbatches = num_microbatches
+    def __init__(self, case: Case, boundary: Boundary, max_fused: int | None, early_recompute: bool) -> None:
+        self.case = case
+        self._costs = case.costs
+        self._machine = case.machine
+        self._num_microbatches = case.num_microbatches
         self._boundary = boundary
         self._early_recompute = early_recompute
-        self._max_fused = min(len(costs), max(1, max_fused if max_fused is not None else len(costs)))
-        # A step that overlaps with the next one is judged by the time from end to end, on weights of the last but one.
-        self._estimator = _Estimator(costs, machine, early_recompute, 5 if boundary is Boundary.STALE else 1)
+        self._max_fused = min(len(case.costs), max(1, max_fused if max_fused is not None else len(case.costs)))
+        self._estimator = Estimator(case.costs, case.machine, early_recompute, boundary)
         self._cuts: dict[tuple[bool, int, int, int], tuple[int, ...]] = {}
         self._estimates: dict[_Shape, _Candidate | None] = {}
 
-    def best(self, groups: Sequence[int]) -> Choice:
-        """The best choice with one of the numbers of replica groups."""
-        candidates = [candidate for count in groups for candidate in self._of_groups(count)]
-        if not candidates:
+    def candidates(self, replica_groups: int | None) -> list[_Candidate]:
+        """The best candidates by estimate, the best first, each once."""
+        num_workers = self._machine.num_workers
+        counts = [n for n in range(1, min(num_workers, self._num_microbatches) + 1) if num_workers % n == 0]
+        groups = counts if replica_groups is None else [replica_groups]
+        found = sorted((c for count in groups for c in self._of_groups(count)), key=lambda c: c.estimate_s)
+        if not found:
             self._report_no_fit()
-        candidates.sort(key=lambda candidate: candidate.estimate_s)
-        candidates += [self._estimated(self._estimator.deal(c.schedule)) for c in candidates[:2] if self._may_deal(c)]
-        candidates = [self._move_cuts(candidate) for candidate in candidates[:2]] + candidates
-        candidates.sort(key=lambda candidate: candidate.estimate_s)
-        limit = _PROMISING * candidates[0].estimate_s
-        distinct = {candidate.schedule: None for candidate in candidates if candidate.estimate_s <= limit}
-        return min(map(self._choice, list(distinct)[:_NUM_SIMULATED]), key=lambda choice: choice.step_s)
+        found += [self._estimated(self._estimator.deal(c.schedule)) for c in found[:2] if self._may_deal(c)]
+        found += [self._move_cuts(candidate) for candidate in found[:2]]
+        return sorted({c.schedule: c for c in found}.values(), key=lambda candidate: candidate.estimate_s)
+
+    def judge(self, schedule: Schedule) -> Choice:
+        """Simulates a schedule."""
+        return judge(
+            schedule, self._costs, self._machine, boundary=self._boundary, early_recompute=self._early_recompute
+        )
 
     # Shapes
 
@@ -288,10 +213,7 @@ class _Finder:
     def _grid(self, replica_groups: int, num_rounds: int) -> Iterator[_Shape]:
         """Shapes from coarse to fine, with stages about equally long."""
         costs = self._costs
-        fused_sizes = sorted({1, 2, max(1, self._max_fused // 4), self._max_fused}) if costs else [0]
-        for fused in fused_sizes:
-            if fused > self._max_fused:
-                continue
+        for fused in _geometric(self._max_fused, 2.0) if costs else [0]:
             num_calls = len(costs) - fused
             if num_calls <= 0:
                 yield _Shape(replica_groups, num_rounds, len(costs), 0, 0)
@@ -299,7 +221,7 @@ class _Finder:
             forward_s = sum(call.forward_s for call in costs[:num_calls])
             backward_s = forward_s + sum(call.backward_s for call in costs[:num_calls])
             share = forward_s / backward_s if backward_s else 1.0
-            for num_backward in _geometric(num_calls):
+            for num_backward in _geometric(num_calls, _GRID_RATIO):
                 counts = {round(num_backward * share * factor) for factor in (0.75, 1.0, 1.4, 3.0)}
                 for num_forward in sorted({min(num_calls, max(1, count)) for count in counts}):
                     yield _Shape(replica_groups, num_rounds, fused, num_forward, num_backward)
@@ -316,10 +238,14 @@ class _Finder:
         for name in ("num_forward", "num_backward", "fused"):
             for change in (-1, 1):
                 near = replace(shape, **{name: getattr(shape, name) + change})
+                if not 1 <= near.fused <= self._max_fused:
+                    continue
                 num_calls = len(self._costs) - near.fused
-                counts = near.num_forward, near.num_backward
-                if 1 <= near.fused <= self._max_fused and min(num_calls, 1) <= min(counts) <= max(counts) <= num_calls:
-                    yield near
+                yield replace(
+                    near,
+                    num_forward=min(num_calls, max(1, near.num_forward)),
+                    num_backward=min(num_calls, max(1, near.num_backward)),
+                )
 
     def _estimate_of(self, shape: _Shape) -> float:
         candidate = self._try(shape)
@@ -379,7 +305,7 @@ class _Finder:
     # Candidates
 
     def _estimated(self, schedule: Schedule) -> _Candidate:
-        return _Candidate(self._estimator.step_s(schedule), schedule)
+        return _Candidate(_penalized(self._estimator.step_s(schedule), schedule), schedule)
 
     def _may_deal(self, candidate: _Candidate) -> bool:
         return candidate.schedule.num_rounds == 1 and candidate.schedule.group_size > 1
@@ -401,15 +327,6 @@ class _Finder:
                     break
         return candidate
 
-    def _choice(self, schedule: Schedule) -> Choice:
-        return judge(
-            schedule,
-            self._costs,
-            self._machine,
-            boundary=self._boundary,
-            early_recompute=self._early_recompute,
-        )
-
     # Limits
 
     def _fits(self, schedule: Schedule) -> bool:
@@ -425,20 +342,21 @@ class _Finder:
             f"A plan must fit in {self._machine.worker_memory_bytes / 2**30:.1f} GiB on each worker and"
             f" {self._machine.host_memory_bytes / 2**30:.1f} GiB on the host, but stages of one call need"
             f" {worker_bytes(self._costs, finest.plan) / 2**30:.1f} GiB and"
-            f" {host_bytes(self._costs, finest) / 2**30:.1f} GiB. Use more and smaller micro-batches, shorter sequences,"
-            " or fewer trained weights."
+            f" {host_bytes(self._costs, finest) / 2**30:.1f} GiB. Use more and smaller micro-batches, shorter"
+            " sequences, or fewer trained weights."
         )
 
 
-def _sums(values: Iterator[float]) -> list[float]:
-    return [0.0, *accumulate(values)]
+def _penalized(step_s: float, schedule: Schedule) -> float:
+    """Of plans that are about equally fast, the one with fewer stages comes first: each costs a switch."""
+    return step_s * (1 + _SWITCH * schedule.plan.num_stages)
 
 
-def _geometric(largest: int) -> list[int]:
+def _geometric(largest: int, ratio: float) -> list[int]:
     """1, 2, 3, ... with growing gaps, up to ``largest``."""
     values = [1]
     while values[-1] < largest:
-        values.append(min(largest, max(values[-1] + 1, int(values[-1] * _GRID_RATIO))))
+        values.append(min(largest, max(values[-1] + 1, int(values[-1] * ratio))))
     return values
 
 
@@ -485,6 +403,25 @@ def judge(
     )
     on_worker = worker_bytes(costs, schedule.plan, streams_weights=schedule.streams_weights)
     return Choice(schedule, timeline, on_worker, host_bytes(costs, schedule))
+
+
+def better_choice(
+    schedule: Schedule, costs: Sequence[CallCost], machine: Machine, *, boundary: Boundary = Boundary.SYNC
+) -> Choice | None:
+    """Searches anew for costs that have been measured meanwhile.
+
+    Args:
+        schedule: the schedule in use.
+        costs: the costs as they are known now.
+        machine: the workers.
+        boundary: what a step waits for.
+
+    Returns:
+        A choice whose step is shorter by more than 3 %, which is worth a new plan; None if there is none.
+    """
+    now = judge(schedule, costs, machine, boundary=boundary)
+    found = search(costs, machine, schedule.num_microbatches, boundary=boundary)
+    return found if found.step_s * _WORTHWHILE < now.step_s else None
 
 
 def search_fixed(

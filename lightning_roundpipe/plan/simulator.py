@@ -136,7 +136,7 @@ class _Transfer:
 class _Lanes:
     """Links and CPU: one transfer at a time on each, together within the bandwidth of host memory.
 
-    Bandwidth is shared max-min: lanes whose own limit is below an equal share keep it, the others share the rest.
+    If they would take more than that, all are slowed down alike.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -149,7 +149,6 @@ class _Lanes:
         }
         self._limits = [min(limits[lane], machine.host_bytes_per_s) for lane, _ in self._names]
         self._host = machine.host_bytes_per_s
-        self._by_limit = sorted(range(len(self._limits)), key=self._limits.__getitem__)
         self._queues: list[list[tuple[int, int, _Transfer]]] = [[] for _ in self._names]
         self._rates = [0.0] * len(self._names)
         self._sequence = count()
@@ -197,12 +196,11 @@ class _Lanes:
         self._now = now
 
     def _share(self) -> None:
-        self._active = [index for index in self._by_limit if self._queues[index]]
-        left = self._host
-        for position, index in enumerate(self._active):
-            rate = min(self._limits[index], left / (len(self._active) - position))
-            self._rates[index] = rate
-            left -= rate
+        self._active = [index for index, queue in enumerate(self._queues) if queue]
+        wanted = sum(self._limits[index] for index in self._active)
+        share = self._host / wanted if wanted > self._host else 1.0
+        for index in self._active:
+            self._rates[index] = share * self._limits[index]
 
 
 class _Simulation:

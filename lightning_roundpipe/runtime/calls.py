@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.runtime.host_store import UsePlace
 from lightning_roundpipe.runtime.lookup import LookupDict
 from lightning_roundpipe.runtime.thread_state import Autocast
+from lightning_roundpipe.runtime.trees import Structure
 from lightning_roundpipe.runtime.units import Unit
 from lightning_roundpipe.runtime.worker import Worker
 
@@ -55,20 +56,37 @@ class Scope:
     ) -> None:
         self.worker = worker
         self.place = place
-        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
+        self._leaves: dict[int, tuple[Tensor, nn.Parameter, int]] = {}
         self._buffers: dict[tuple[int, str], tuple[LookupDict, Tensor, int]] = {}
         self._assigned: dict[tuple[int, str], tuple[LookupDict, Tensor]] = {}
         self._buffers_before = buffers_before
 
     def parameter(self, host: Tensor) -> Tensor:
         """This scope's leaf for the parameter ``host``."""
-        weight = self.worker.weight(host)
-        if torch.is_inference_mode_enabled():
-            return weight
         entry = self._leaves.get(id(host))
         if entry is None:
-            entry = self._leaves[id(host)] = host, weight.detach().requires_grad_(host.requires_grad)
+            weight = self.worker.weight(host)
+            if torch.is_inference_mode_enabled():
+                return weight
+            leaf = nn.Parameter(weight.detach(), requires_grad=host.requires_grad)
+            if vars(host):
+                vars(leaf).update(vars(host))  # What libraries hang on parameters.
+            entry = self._leaves[id(host)] = host, leaf, leaf._version
         return entry[1]
+
+    def changed_parameter(self, *, compare: bool) -> Tensor | None:
+        """A host parameter whose leaf was written to in place; the write would be lost.
+
+        Args:
+            compare: also compare values: writes through ``.data`` leave no trace.
+        """
+        for host, leaf, version in self._leaves.values():
+            weight = self.worker.weight(host)
+            if leaf._version != version or leaf.data_ptr() != weight.data_ptr():
+                return host
+            if compare and not torch.equal(leaf.detach(), self.worker.upload_weight(host)):
+                return host
+        return None
 
     def buffer(self, table: LookupDict, name: str) -> Tensor:
         """The buffer ``name`` of the module that owns ``table``."""
@@ -135,7 +153,7 @@ class Scope:
 
     def accumulate(self) -> None:
         """Give the gradients of the leaves to the worker."""
-        for parameter, leaf in self._leaves.values():
+        for parameter, leaf, _ in self._leaves.values():
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None:
                 self.worker.accumulate(parameter, self.place, gradient)
@@ -143,7 +161,7 @@ class Scope:
     @property
     def has_trainable(self) -> bool:
         """Whether a leaf that requires grad was handed out."""
-        return any(leaf.requires_grad for _, leaf in self._leaves.values())
+        return any(leaf.requires_grad for _, leaf, _ in self._leaves.values())
 
 
 def _version(tensor: Tensor) -> int:
@@ -171,20 +189,21 @@ class InputArchive:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, KeptInput]] = {}
-        self._restored: dict[int, Tensor] = {}
+        # Weak: a copy goes when the last call that needs it has run backward.
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[KeptInput]]] = {}
+        self._restored: weakref.WeakKeyDictionary[KeptInput, Tensor] = weakref.WeakKeyDictionary()
 
     def keep(self, tensor: Tensor, *, copy: bool) -> KeptInput:
         """Keep ``tensor``: a host copy of it, or what it is now."""
         version = _version(tensor)
         known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == version:
-            return known[2]
+        if known is not None and known[0]() is tensor and known[1] == version and (kept := known[2]()) is not None:
+            return kept
         if not copy:
             kept = KeptInput(tensor.detach(), version)
         else:
             kept = KeptInput(tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu())
-        self._known[id(tensor)] = weakref.ref(tensor), version, kept
+        self._known[id(tensor)] = weakref.ref(tensor), version, weakref.ref(kept)
         return kept
 
     def restore(self, kept: KeptInput, worker: Worker, unit: Unit) -> Tensor:
@@ -198,9 +217,9 @@ class InputArchive:
                 f"An input of unit {unit} was changed in place after the call, before its backward. Change a copy"
                 " instead (`x = x + y`, not `x += y`)."
             )
-        restored = self._restored.get(id(kept))
+        restored = self._restored.get(kept)
         if restored is None:
-            restored = self._restored[id(kept)] = worker.move(kept.tensor)
+            restored = self._restored[kept] = worker.move(kept.tensor)
         return restored
 
     def forget_restored(self) -> None:
@@ -242,7 +261,7 @@ class CallRecord:
     position: int
     place: UsePlace
     autocast: Autocast
-    structure: Any
+    structure: Structure
     leaves: list[Any]
     requires_grad: list[bool]
     edges: list[tuple[GradientEdge, torch.device] | None]
@@ -299,4 +318,4 @@ def border(record: CallRecord, outputs: list[Tensor]) -> tuple[Tensor, ...]:
     """The differentiable ``outputs`` of a call as the glue sees them: without the unit's graph, requiring grad."""
     record.output_grads = [None] * len(outputs)
     anchor = torch.empty(0, requires_grad=True)
-    return _Border.apply(anchor, record, outputs)  # type: ignore[no-any-return]
+    return _Border.apply(anchor, record, outputs)  # type: ignore[no-any-return, no-untyped-call]

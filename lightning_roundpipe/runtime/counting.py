@@ -62,20 +62,17 @@ def count_calls(
 
 def _pretend_memory(model: nn.Module) -> None:
     """Replaces meta tensors by fake ones of the CPU, on which attention takes its fused form; ties stay."""
-    fakes: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in fakes:
-            empty = torch.empty_like(tensor, device="cpu")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return fakes[id(tensor)]
-
+    parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = fake(tensor)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in parameters:
+                    empty = torch.empty_like(parameter, device="cpu")
+                    parameters[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                module._parameters[name] = parameters[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
 
 def _new_weights(unit: Unit, seen: set[int]) -> tuple[int, int]:

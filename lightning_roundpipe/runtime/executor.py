@@ -2,24 +2,27 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import Plan
 from lightning_roundpipe.runtime.gpu_worker import GpuWorker
+from lightning_roundpipe.runtime.hazards import uncompiled
 from lightning_roundpipe.runtime.host_store import HostStore
 from lightning_roundpipe.runtime.lookup import installed
 from lightning_roundpipe.runtime.microbatch_run import MicroBatchRun
+from lightning_roundpipe.runtime.randomness import preserved_generators
 from lightning_roundpipe.runtime.stats import StepStats, TicketSpan
 from lightning_roundpipe.runtime.step import Abort, Objective, Step, StepFunction
 from lightning_roundpipe.runtime.thread_state import ThreadState
-from lightning_roundpipe.runtime.traits import UnitTraits
+from lightning_roundpipe.runtime.traits import UnitTraits, unguard
 from lightning_roundpipe.runtime.units import Unit
 from lightning_roundpipe.runtime.worker import Worker
 
@@ -94,7 +97,6 @@ class Executor:
         self._stale = True
         self._traits = [UnitTraits(unit) for unit in self.units]
         self._orders: dict[str, _Order] = {}
-        self._glue_hides_parameters = False
         self._silent_buffers: set[tuple[int, str]] = set()
 
     def _make_worker(self, index: int, device: torch.device) -> Worker:
@@ -167,13 +169,16 @@ class Executor:
                 abort=abort,
                 warn=self.warn_once,
                 on_glue=self.on_glue,
-                glue_hides_parameters=self._glue_hides_parameters,
+                name_of=self._name_of,
             )
 
         runs: list[MicroBatchRun] = []
         with ExitStack() as stack:
             stack.callback(self._clear)
+            stack.enter_context(preserved_generators(self.devices))
+            stack.enter_context(uncompiled(self.root, self.warn_once))
             stack.enter_context(installed(self.root, self.units))
+            stack.enter_context(self._guarded_grads(parameters))
             if self.poison_masters:
                 stack.enter_context(self.store.poisoned(parameters))
             self._prepare(overwrites_grad)
@@ -182,7 +187,6 @@ class Executor:
                 runs = [MicroBatchRun(first, 0, None)]
                 self._run_threads(first, runs, state)
                 self.workers[0].clear()
-                self._glue_hides_parameters = first.glue_hides_parameters
                 learned = self._orders[kind] = self._plan(runs[0].order, trains)
             schedule = Schedule(learned.plan, len(self.workers), max(count - len(runs), 1))
             if len(runs) < count:
@@ -214,6 +218,31 @@ class Executor:
             gradients=gradients,
             stats=stats,
         )
+
+    @contextmanager
+    def _guarded_grads(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """See that no gradient went straight to a host parameter, where `zero_grad` would wipe it out.
+
+        Raises:
+            UnsupportedUseError: one did.
+        """
+        before = [
+            (parameter.grad, parameter.grad._version if parameter.grad is not None else 0) for parameter in parameters
+        ]
+        yield
+        for parameter, (gradient, version) in zip(parameters, before, strict=True):
+            if parameter.grad is None or (parameter.grad is gradient and gradient._version == version):
+                continue
+            if not self.store.owns(parameter.grad):
+                raise UnsupportedUseError(
+                    f"Parameter {self._name_of(parameter)} was reached in a unit without being looked up on its module,"
+                    " which had not happened in the unit's first call: the gradient would be lost. Reach it as"
+                    " `module.parameter`."
+                )
+
+    def _name_of(self, parameter: Tensor) -> str:
+        names = (name for name, known in self.root.named_parameters() if known is parameter)
+        return f"`{next(names, 'of shape ' + str(list(parameter.shape)))}`"
 
     def _prepare(self, overwrites_grad: bool) -> None:
         if self._stale:
@@ -277,6 +306,9 @@ class Executor:
             raise step.abort.error
 
     def _clear(self) -> None:
+        for traits in self._traits:
+            for module, name in traits.stored:
+                unguard(module, name)
         for worker in self.workers:
             worker.clear()
         self.store.clear()

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 
-__all__ = ["switched_off"]
+__all__ = ["switched_off", "uncompiled"]
 
 
 @contextmanager
@@ -33,10 +34,31 @@ def switched_off(root: nn.Module, warn: Callable[[str], None]) -> Iterator[None]
             "The model's own gradient checkpointing is off in training steps: RoundPipeStrategy recomputes what it must"
             " itself. Do not call `gradient_checkpointing_enable()` to silence this."
         )
-    for owner, name in changed:
-        setattr(owner, name, False)
     try:
+        for owner, name in changed:
+            setattr(owner, name, False)
         yield
     finally:
         for owner, name in changed:
             setattr(owner, name, True)
+
+
+@contextmanager
+def uncompiled(root: nn.Module, warn: Callable[[str], None]) -> Iterator[None]:
+    """Let compiled modules below ``root`` run eagerly: the compiler can not see through the lookup of parameters."""
+    undo: list[tuple[nn.Module, str, Any]] = []
+    for module in root.modules():
+        if vars(module).get("_compiled_call_impl") is not None:
+            undo.append((module, "_compiled_call_impl", None))
+        elif isinstance(module, OptimizedModule):
+            undo.append((module, "forward", module._orig_mod))
+    if undo:
+        warn("Compiled modules run eagerly under RoundPipeStrategy: weights that are looked up can not be compiled.")
+    originals = [(module, name, vars(module)[name]) for module, name, _ in undo]
+    try:
+        for module, name, value in undo:
+            vars(module)[name] = value
+        yield
+    finally:
+        for module, name, value in originals:
+            vars(module)[name] = value

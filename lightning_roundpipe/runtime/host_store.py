@@ -217,6 +217,11 @@ class HostStore:
             slabs.append(Slab([(parameter.shape, parameter.dtype)], pin=self.pin, warn=self.warn))
             return slabs[-1].tensors[0]
 
+    def owns(self, gradient: Tensor) -> bool:
+        """Whether ``gradient`` lies in memory that `landing` gave."""
+        pointer = gradient.data_ptr()
+        return any(slab.tensors[0].data_ptr() == pointer for slabs in self._landings.values() for slab in slabs)
+
     def collect(self) -> list[tuple[Tensor, Tensor]]:
         """Wait for all gradients, hand them over, each parameter once, and forget them.
 

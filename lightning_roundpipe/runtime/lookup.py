@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.runtime.units import Unit
 
 __all__ = ["LookupDict", "Resolver", "current_resolver", "installed", "resolving", "resolving_backward"]
@@ -69,17 +70,22 @@ def resolving_backward(resolver: Resolver, device: torch.device) -> Iterator[Non
 @contextmanager
 def resolving(resolver: Resolver) -> Iterator[None]:
     """Let lookups of the calling thread go to ``resolver``."""
+    outer = getattr(_threads, "resolver", None)
     _threads.resolver = resolver
     try:
         yield
     finally:
-        _threads.resolver = None
+        _threads.resolver = outer
 
 
 class LookupDict(dict[str, Any]):
     """Stands in for ``module._parameters`` or ``module._buffers`` during a step."""
 
     __slots__ = ("is_buffers", "owner")
+
+    def __new__(cls, entries: Any = (), owner: nn.Module | None = None, *, is_buffers: bool = False) -> Any:
+        """Make one for ``owner``; what copies a mapping by calling its class gets an ordinary dict."""
+        return dict(entries) if owner is None else super().__new__(cls)
 
     def __init__(self, entries: dict[str, Any], owner: nn.Module, *, is_buffers: bool) -> None:
         super().__init__(entries)
@@ -97,8 +103,15 @@ class LookupDict(dict[str, Any]):
         resolver = current_resolver()
         if self.is_buffers and resolver is not None and isinstance(value, Tensor):
             resolver.assign_buffer(self, name, value)
+        elif resolver is not None and not self.is_buffers and isinstance(value, Tensor):
+            raise _replaced(self.owner, name)
         else:
             super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if current_resolver() is not None and not self.is_buffers and super().get(name) is not None:
+            raise _replaced(self.owner, name)
+        super().__delitem__(name)
 
     def host(self, name: str) -> Tensor | None:
         """The host tensor itself."""
@@ -111,6 +124,14 @@ class LookupDict(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         # A module that is copied or pickled in the middle of a step becomes an ordinary one.
         return dict, (list(self.items()),)
+
+
+def _replaced(owner: nn.Module, name: str) -> UnsupportedUseError:
+    return UnsupportedUseError(
+        f"Parameter `{name}` of {type(owner).__name__} was replaced while a step runs (`torch.func.functional_call`,"
+        " `register_parameter` or an assignment in forward). All micro-batches share the module, so it must stay as it"
+        " is during a step: build parameters before training, and pass other weights as arguments."
+    )
 
 
 class _UnitCall:
@@ -141,10 +162,8 @@ def installed(root: nn.Module, units: tuple[Unit, ...]) -> Iterator[None]:
     originals = [(module, module._parameters, module._buffers) for module in modules]
     try:
         for module, parameters, buffers in originals:
-            if parameters:
-                module.__dict__["_parameters"] = LookupDict(parameters, module, is_buffers=False)
-            if buffers:
-                module.__dict__["_buffers"] = LookupDict(buffers, module, is_buffers=True)
+            module.__dict__["_parameters"] = LookupDict(parameters, module, is_buffers=False)
+            module.__dict__["_buffers"] = LookupDict(buffers, module, is_buffers=True)
         for unit in units:
             unit.module.__dict__["_call_impl"] = _UnitCall(unit)
         yield
@@ -152,13 +171,10 @@ def installed(root: nn.Module, units: tuple[Unit, ...]) -> Iterator[None]:
         for unit in units:
             unit.module.__dict__.pop("_call_impl", None)
         for module, parameters, buffers in originals:
-            # User code may have registered or replaced entries during the step.
+            # User code may have registered or replaced entries during the step, or even the table.
             for original, name in ((parameters, "_parameters"), (buffers, "_buffers")):
-                current = module.__dict__[name]
-                if current is not original:
-                    if any(current.host(key) is not original.get(key) for key in current) or len(current) != len(
-                        original
-                    ):
-                        original.clear()
-                        original.update(current.items())
-                    module.__dict__[name] = original
+                entries = dict(module.__dict__.get(name, {}).items())
+                if entries.keys() != original.keys() or any(entries[key] is not original[key] for key in entries):
+                    original.clear()
+                    original.update(entries)
+                module.__dict__[name] = original

@@ -7,7 +7,7 @@ step function has returned the loss, the thread walks its calls in reverse.
 [Note: User lock]
 One lock is held while glue runs, and released inside units and while waiting: user code never runs concurrently with
 itself. A unit that draws random numbers from a generator which other threads use too keeps the lock, so that nobody
-reseeds the generator in between.
+reseeds the generator in between; so does a unit that is watched for the first time.
 """
 
 from collections import Counter
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.plan.schedule import Ticket
@@ -27,11 +26,12 @@ from lightning_roundpipe.plan.stages import Stage, StageKind
 from lightning_roundpipe.runtime.calls import CallRecord, InputArchive, KeptInput, Scope, border, is_differentiable
 from lightning_roundpipe.runtime.host_store import UsePlace
 from lightning_roundpipe.runtime.lookup import LookupDict, resolving, resolving_backward
-from lightning_roundpipe.runtime.observation import ParameterSubstitution, StepObservation
+from lightning_roundpipe.runtime.observation import GlueObservation, ParameterSubstitution
 from lightning_roundpipe.runtime.randomness import counted_seed, generator_states, seed_generators
 from lightning_roundpipe.runtime.thread_state import Autocast
 from lightning_roundpipe.runtime.tickets import StepAbortedError
-from lightning_roundpipe.runtime.traits import module_attributes, restored_attributes
+from lightning_roundpipe.runtime.traits import Attributes, UnitTraits, guard, has_graph, is_leaf_copy
+from lightning_roundpipe.runtime.trees import flatten, hidden_tensors
 from lightning_roundpipe.runtime.units import Unit
 
 if TYPE_CHECKING:
@@ -71,8 +71,13 @@ class MicroBatchRun:
         step: what the micro-batches share.
         index: number of the micro-batch in the batch.
         lane: number of the micro-batch in the schedule, or None for the one that finds the order of calls: it runs
-        alone,
-            on the first worker, without tickets.
+            alone, on the first worker, without tickets.
+
+    Attributes:
+        output: what the step function returned, without graphs, on its way to host memory.
+        loss: the loss in it, likewise.
+        order: the units that were called, by index.
+        spans: tickets, with the marks between which they ran.
     """
 
     def __init__(self, step: "Step", index: int, lane: int | None) -> None:
@@ -95,7 +100,7 @@ class MicroBatchRun:
         self._occurrences: Counter[int] = Counter()
         self._archive = InputArchive()
         self._inside_unit: Unit | None = None
-        self._observation: StepObservation | None = None
+        self._observation = GlueObservation(step.parameters, self.parameter)
 
     # ------------------------------------------------------------------ the thread
 
@@ -106,18 +111,17 @@ class MicroBatchRun:
             BaseException: whatever user code raised, with a note that says where.
         """
         try:
-            with resolving(self), self._watching():
+            with resolving(self):
                 self._go_to(0)
                 self._worker.activate()
-                with self._step.user_lock:
+                with self._step.user_lock, self._observation:
                     self._begin_glue()
                     output = self._step.function(self.index, self._worker)
                     self._end_glue()
-                if self._observation is not None:
-                    self._step.objective.observe(self.index, self._observation.losses)
+                self._step.objective.observe(self.index, self._observation.losses)
                 if self._step.trains:
                     self._backward(output)
-                self.output = self._worker.take_home(output)
+                self.output, self.loss = self._worker.take_home((output, self.loss))
                 self._let_go()
                 self._retire(range(self._next_stage, self._step.schedule.plan.num_stages))
         except BaseException as error:
@@ -130,28 +134,6 @@ class MicroBatchRun:
                 record.free()
             self._records.clear()
             self._glue.clear()
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        parameters = self._step.parameters
-        if self._lane is None or self._step.wants_observation:
-            self._observation = StepObservation(parameters, self._lookup, self._found_hidden_parameter)
-            with self._observation:
-                yield
-        elif self._step.glue_hides_parameters:
-            with ParameterSubstitution(parameters, self._lookup):
-                yield
-        else:
-            yield
-
-    def _lookup(self, host: Tensor) -> Tensor:
-        return self._scope.parameter(host)
-
-    def _found_hidden_parameter(self) -> None:
-        if self._inside_unit is not None:
-            self._step.traits[self._inside_unit.index].hides_parameters = True
-        else:
-            self._step.glue_hides_parameters = True
 
     def _where(self) -> str:
         place = f"in unit {self._inside_unit}" if self._inside_unit is not None else "in user code between units"
@@ -166,6 +148,10 @@ class MicroBatchRun:
     @property
     def _next_stage(self) -> int:
         return 0 if self._ticket is None else self._ticket.stage + 1
+
+    @property
+    def _is_fused(self) -> bool:
+        return self._ticket is not None and self._step.schedule.plan.stages[self._ticket.stage].kind is StageKind.FUSED
 
     def _go_to(self, stage: int) -> None:
         """Hold the ticket of ``stage``; tickets in between are not needed."""
@@ -210,19 +196,30 @@ class MicroBatchRun:
         """A buffer is assigned anew in the running scope."""
         self._scope.assign_buffer(table, name, value)
 
-    def _write_buffers(self, scope: Scope) -> dict[tuple[int, str], Tensor]:
-        return scope.write_buffers(self._step.silent_buffers, learn=self._lane is None)
+    def _close(self, scope: Scope, *, learn: bool) -> dict[tuple[int, str], Tensor]:
+        """End a scope of a forward pass: carry its buffers home, and see that no parameter was written."""
+        # Values are compared in host memory only: on a GPU it would mean to upload everything twice.
+        compare = learn and self._worker.device.type == "cpu"
+        parameter = scope.changed_parameter(compare=compare)
+        if parameter is not None:
+            raise UnsupportedUseError(
+                f"Parameter {self._step.name_of(parameter)} was changed in place while a step runs. Every micro-batch"
+                " computes with the weights from before the step, so the change would be lost. Change it between steps"
+                " (for example in `on_train_batch_end`); for `nn.Embedding(max_norm=...)`, clip its rows there."
+            )
+        with self._step.buffer_lock:
+            return scope.write_buffers(self._step.silent_buffers, learn=learn)
 
     # ------------------------------------------------------------------ glue
 
     def _begin_glue(self) -> None:
         stretch = len(self.order)
         self._scope = Scope(self._worker, UsePlace(self._group, _GLUE, stretch))
-        seed_generators(self._worker.device, counted_seed(self._step.seed, self.index, 2 * stretch))
+        self._seed(2 * stretch)
         self._step.on_glue(self._worker.device)
 
     def _end_glue(self) -> None:
-        self._write_buffers(self._scope)
+        self._close(self._scope, learn=self._lane is None)
         if self._scope.has_trainable:
             self._glue.append(self._scope)
 
@@ -232,6 +229,10 @@ class MicroBatchRun:
             self._glue.pop().accumulate()
             if self._lane is None:
                 self._worker.spill()
+
+    def _seed(self, place: int) -> None:
+        """Seed the generators for call ``place // 2`` or the glue before it; needs the user lock if they are shared."""
+        seed_generators(self._worker.device, counted_seed(self._step.seed, self.index, place))
 
     # ------------------------------------------------------------------ forward
 
@@ -245,16 +246,17 @@ class MicroBatchRun:
         place = UsePlace(self._group, unit.index, self._occurrences[unit.index])
         self._occurrences[unit.index] += 1
         position = self._position.advance(unit.index)
-        self._step.user_lock.release()
-        try:
-            if position is not None:
-                self._go_to(self._step.schedule.plan.forward_stage(position))
-            else:
-                self._step.check_aborted()
-            with self._inside(unit):
-                result = self._run_forward(unit, forward, args, kwargs, number, place)
-        finally:
-            self._step.user_lock.acquire()
+        with self._observation.paused():
+            self._step.user_lock.release()
+            try:
+                if position is not None:
+                    self._go_to(self._step.schedule.plan.forward_stage(position))
+                else:
+                    self._step.check_aborted()
+                with self._inside(unit):
+                    result = self._run_forward(unit, forward, args, kwargs, number, place)
+            finally:
+                self._step.user_lock.acquire()
         self._begin_glue()
         return result
 
@@ -274,11 +276,9 @@ class MicroBatchRun:
         place: UsePlace,
     ) -> Any:
         traits = self._step.traits[unit.index]
-        leaves, structure = tree_flatten((args, kwargs))
-        self._refuse_caches(unit, leaves)
-        glue_leaves = leaves
-        leaves = [self._worker.move(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        probing = self._lane is None
+        glue_leaves, structure = flatten((args, kwargs))
+        leaves = [self._worker.move(leaf) if isinstance(leaf, Tensor) else leaf for leaf in glue_leaves]
+        learning = traits.mode not in traits.draws
         scope = Scope(self._worker, place)
         tracked = (
             self._step.trains
@@ -289,13 +289,15 @@ class MicroBatchRun:
             )
         )
         if not tracked:
-            args, kwargs = tree_unflatten(leaves, structure)
-            result = self._run(unit, lambda: forward(*args, **kwargs), scope, number)
-            self._write_buffers(scope)
+            if any(moved is not leaf for moved, leaf in zip(leaves, glue_leaves, strict=True)):
+                args, kwargs = structure.unflatten(leaves)
+            result = self._run(traits, lambda: forward(*args, **kwargs), scope, number)
+            self._close(scope, learn=learning)
             return result
 
-        keeps_graph = self._ticket is not None and self._kind is StageKind.FUSED
-        copies = probing or traits.changes_inputs
+        self._refuse_opaque(unit, leaves, "was given", lambda tensor: tensor.requires_grad)
+        keeps_graph = self._is_fused
+        copies = learning or traits.changes_inputs
         record = CallRecord(
             unit=unit,
             forward=forward,
@@ -304,9 +306,11 @@ class MicroBatchRun:
             place=place,
             autocast=Autocast.capture(),
             structure=structure,
-            leaves=[
-                self._archive.keep(leaf, copy=probing or not self._worker.holds_inputs)
-                if isinstance(leaf, Tensor) and not keeps_graph
+            leaves=[]
+            if keeps_graph
+            else [
+                self._archive.keep(leaf, copy=learning or not self._worker.holds_inputs)
+                if isinstance(leaf, Tensor)
                 else leaf
                 for leaf in glue_leaves
             ],
@@ -317,97 +321,145 @@ class MicroBatchRun:
             ],
         )
         if keeps_graph:
-            record.leaves, record.scope = [], scope
-            record.inputs, arguments = _detached(leaves, record.requires_grad, copies)
-        else:
-            arguments = [
-                (leaf.detach().clone() if copies else leaf.detach()) if isinstance(leaf, Tensor) else leaf
-                for leaf in leaves
-            ]
+            record.scope = scope
+        # A unit that is watched runs with a graph even if it is dropped: it shows which tensors have one.
+        with_graph = keeps_graph or learning
+        inputs, arguments = _detached(
+            leaves, record.requires_grad if with_graph else [False] * len(leaves), copies=copies
+        )
+        if keeps_graph:
+            record.inputs = inputs
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in arguments]
-        args, kwargs = tree_unflatten(arguments, structure)
-        with torch.set_grad_enabled(keeps_graph), record.autocast.entered():
-            result = self._run(unit, lambda: forward(*args, **kwargs), scope, number)
-        self._check_inputs(unit, arguments, versions)
-        record.buffers_before = self._write_buffers(scope)
+        args, kwargs = structure.unflatten(arguments)
+        with torch.set_grad_enabled(with_graph), record.autocast.entered():
+            result = self._run(traits, lambda: forward(*args, **kwargs), scope, number, keeps_graph=keeps_graph)
+        self._check_arguments(traits, (args, kwargs), arguments, versions, learning=learning)
+        record.buffers_before = self._close(scope, learn=learning)
         self._records.append(record)
 
-        outputs, output_structure = tree_flatten(result)
+        outputs, output_structure = flatten(result)
+        self._refuse_opaque(unit, outputs, "returned", is_differentiable)
         differentiable = [output for output in outputs if is_differentiable(output)]
         if keeps_graph:
             record.outputs = differentiable
         bordered = iter(border(record, differentiable) if differentiable else ())
-        return tree_unflatten(
-            [next(bordered) if is_differentiable(output) else output for output in outputs], output_structure
+        return output_structure.unflatten(
+            [next(bordered) if is_differentiable(output) else output for output in outputs]
         )
 
-    @property
-    def _kind(self) -> StageKind:
-        assert self._ticket is not None
-        return self._step.schedule.plan.stages[self._ticket.stage].kind
-
-    def _check_inputs(self, unit: Unit, arguments: list[Any], versions: list[int]) -> None:
-        traits = self._step.traits[unit.index]
+    def _check_arguments(
+        self, traits: UnitTraits, passed: Any, arguments: list[Any], versions: list[int], *, learning: bool
+    ) -> None:
+        """See whether a unit changed its arguments: tensors may be, by units that are known to, containers not."""
+        unit = traits.unit
+        now, _ = flatten(passed)
+        if len(now) != len(arguments) or any(new is not old for new, old in zip(now, arguments, strict=True)):
+            raise UnsupportedUseError(
+                f"Unit {unit} changed a list, dict or dataclass among its arguments. It works on a copy, and runs again"
+                " for its backward, so the caller would not see the change, or see it twice. Return the new value"
+                " instead."
+            )
         changed = any(
             isinstance(argument, Tensor) and argument._version != version
             for argument, version in zip(arguments, versions, strict=True)
         )
-        if changed and not traits.changes_inputs:
-            traits.changes_inputs = True
-            self._step.warn(
-                f"Unit {unit} changes its arguments in place. Such units work on private copies: the caller will not"
-                " see the change.",
-                type(unit.module).__qualname__,
-            )
-            if self._lane is not None:
-                raise UnsupportedUseError(
-                    f"Unit {unit} changed an argument in place, which it had not done in the first micro-batch. Let it"
-                    " work on a copy (`x = x.clone()`)."
-                )
-
-    def _refuse_caches(self, unit: Unit, leaves: Sequence[Any]) -> None:
-        if not self._step.trains or not torch.is_grad_enabled():
+        if not changed or traits.changes_inputs:
             return
+        traits.changes_inputs = True
+        self._step.warn(
+            f"Unit {unit} changes its arguments in place. Such units work on private copies: the caller will not see"
+            " the change.",
+            type(unit.module).__qualname__,
+        )
+        if not learning:
+            raise UnsupportedUseError(
+                f"Unit {unit} changed an argument in place, which it had not done in its first call. Let it work on a"
+                " copy (`x = x.clone()`)."
+            )
+
+    def _refuse_opaque(self, unit: Unit, leaves: Sequence[Any], did: str, matters: Callable[[Tensor], bool]) -> None:
         for leaf in leaves:
-            if not isinstance(leaf, Tensor) and hasattr(leaf, "get_seq_length") and hasattr(leaf, "update"):
+            if hasattr(leaf, "get_seq_length") and hasattr(leaf, "update"):
                 raise UnsupportedUseError(
-                    f"Unit {unit} was given a key/value cache ({type(leaf).__name__}) in training. The cache is changed"
-                    " by the forward pass, so recomputation would see it twice and its gradients would be lost. Do not"
+                    f"Unit {unit} {did} a key/value cache ({type(leaf).__name__}) in training. The cache is changed by"
+                    " the forward pass, so recomputation would see it twice and its gradients would be lost. Do not"
                     " pass `past_key_values` or `use_cache=True` in `training_step`."
+                )
+            if names := hidden_tensors(leaf, matters):
+                raise UnsupportedUseError(
+                    f"Unit {unit} {did} an object of class {type(leaf).__name__} that holds tensors"
+                    f" ({', '.join(names)}) in training. Gradients can not pass through it. Use tensors, tuples, lists, dicts or dataclasses,"
+                    " or register the class with `torch.utils._pytree.register_pytree_node`."
                 )
 
     # ------------------------------------------------------------------ running a unit's own code
 
-    def _run(self, unit: Unit, code: Callable[[], Any], scope: Scope, number: int) -> Any:
-        """Run ``code`` of ``unit`` as call ``number``: seeded, with its lookups in ``scope``."""
-        step, traits = self._step, self._step.traits[unit.index]
-        device = self._worker.device
-        flags = traits.training_flags
-        draws = traits.draws.get(flags, ())
-        learning = not draws
-        watching = self._lane is None and self._observation is not None
+    def _run(
+        self, traits: UnitTraits, code: Callable[[], Any], scope: Scope, number: int, *, keeps_graph: bool = False
+    ) -> Any:
+        """Run ``code`` of a unit as call ``number``: seeded, with its lookups in ``scope``.
+
+        What it does besides returning a value is learned the first time, for each mode in which the unit runs.
+
+        Args:
+            traits: of the unit.
+            code: what to run.
+            scope: where its lookups go.
+            number: seeds its randomness.
+            keeps_graph: whether it can not simply run once more, should it turn out to draw random numbers.
+        """
+        step, unit, device = self._step, traits.unit, self._worker.device
+        mode = traits.mode
+        known = traits.draws.get(mode)
+        learning = known is None
+        locked = known is None or step.must_lock(known)
         with ExitStack() as stack:
             if traits.changes_attributes:
                 stack.enter_context(traits.lock)
-            if learning or step.must_lock(draws):
+            if locked:
                 stack.enter_context(step.user_lock)
-            if learning or any(draws):
-                seed_generators(device, counted_seed(step.seed, self.index, 2 * number + 1))
-            if traits.hides_parameters and not watching:
-                stack.enter_context(ParameterSubstitution(step.parameters, self._lookup))
-            states = generator_states(device) if learning else []
-            attributes = module_attributes(unit.module) if watching else {}
+            if locked or not step.shares_generator:
+                self._seed(2 * number + 1)
+            substitution: ParameterSubstitution | None = None
+            if learning or traits.hides_parameters:
+                substitution = ParameterSubstitution(step.parameters, self.parameter)
+                stack.enter_context(substitution)
+            attributes = Attributes(unit.module) if learning or traits.changes_attributes else None
+            turn, states = step.user_lock.quiet_turn(), generator_states(device)
             outer, self._scope = self._scope, scope
             try:
                 result = code()
             finally:
                 self._scope = outer
+            drawn = tuple(old != new for old, new in zip(states, generator_states(device), strict=True))
             if learning:
-                after = generator_states(device)
-                traits.draws[flags] = tuple(old != new for old, new in zip(states, after, strict=True))
-            if watching and _attributes_changed(attributes, module_attributes(unit.module)):
-                traits.changes_attributes = True
+                traits.draws[mode] = drawn
+                traits.hides_parameters |= substitution is not None and substitution.found
+            if attributes is not None:
+                self._tidy(traits, attributes)
+            if learning:
+                return result
+        if not locked and step.must_lock(drawn) and turn is not None and step.user_lock.quiet_turn() == turn:
+            # It draws after all: nobody else can have drawn meanwhile.
+            traits.draws[mode] = drawn
+            if keeps_graph or torch.is_grad_enabled():
+                raise UnsupportedUseError(
+                    f"Unit {unit} drew random numbers, which it had not done in its first call. Let it draw always, or"
+                    " switch it by `module.training` or by the probability `p` of a dropout module."
+                )
+            return self._run(traits, code, scope, number)
         return result
+
+    def _tidy(self, traits: UnitTraits, attributes: Attributes) -> None:
+        """Look after what a unit has stored on its modules."""
+        for module, name in attributes.changed():
+            traits.changes_attributes = True
+            value = vars(module).get(name)
+            if is_leaf_copy(value, self._step.masters):
+                attributes.restore_one(module, name)  # `nn.LSTM` keeps a list of what it looked up.
+            elif has_graph(value) or (module, name) in traits.stored:
+                traits.stored.add((module, name))
+                guard(module, name)
 
     # ------------------------------------------------------------------ backward
 
@@ -423,8 +475,7 @@ class MicroBatchRun:
         if self.loss.numel() != 1:
             raise ValueError(f"`training_step` must return a scalar loss, but its shape is {list(self.loss.shape)}.")
         weight = torch.full_like(self.loss, share * objective.scale, requires_grad=False)
-        # The glue's graph is entered once for every call: it must outlive each pass.
-        self._differentiate([self.loss], [weight], retain_graph=True)
+        self._differentiate_glue([self.loss], [weight])
         self.loss = self.loss.detach()
         plan = self._step.schedule.plan
         while self._records:
@@ -438,11 +489,10 @@ class MicroBatchRun:
             record.free()
         self._land_glue(after=-1)
 
-    def _differentiate(
-        self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], *, retain_graph: bool = False
-    ) -> None:
-        with resolving_backward(self, self._worker.device):
-            torch.autograd.backward(roots, gradients, retain_graph=retain_graph)  # type: ignore[arg-type]
+    def _differentiate_glue(self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
+        # The glue's graph is entered once for every call: it must outlive each pass. It may run hooks of user code.
+        with self._step.user_lock, resolving_backward(self, self._worker.device):
+            torch.autograd.backward(roots, gradients, retain_graph=True)  # type: ignore[arg-type]
 
     def _run_backward(self, record: CallRecord) -> None:
         inputs, outputs, scope = record.inputs, record.outputs, record.scope
@@ -464,7 +514,8 @@ class MicroBatchRun:
             return
         outer, self._scope = self._scope, scope
         try:
-            self._differentiate(roots, gradients)
+            with resolving_backward(self, self._worker.device):
+                torch.autograd.backward(roots, gradients)
         finally:
             self._scope = outer
         scope.accumulate()
@@ -479,7 +530,7 @@ class MicroBatchRun:
                 pushed.append(leaf.grad if leaf.device == edge[1] else leaf.grad.cpu().to(edge[1]))
                 leaf.grad = None
         if edges:
-            self._differentiate(edges, pushed, retain_graph=True)
+            self._differentiate_glue(edges, pushed)
 
     def _recompute(self, record: CallRecord, scope: Scope) -> tuple[list[Tensor | None], list[Tensor]]:
         traits = self._step.traits[record.unit.index]
@@ -487,12 +538,17 @@ class MicroBatchRun:
             self._archive.restore(leaf, self._worker, record.unit) if isinstance(leaf, KeptInput) else leaf
             for leaf in record.leaves
         ]
-        inputs, arguments = _detached(leaves, record.requires_grad, traits.changes_inputs)
-        args, kwargs = tree_unflatten(arguments, record.structure)
-        attributes = restored_attributes(record.unit.module) if traits.changes_attributes else nullcontext()
-        with torch.enable_grad(), record.autocast.entered(), attributes:
-            result = self._run(record.unit, lambda: record.forward(*args, **kwargs), scope, record.number)
-        outputs = [output for output in tree_flatten(result)[0] if is_differentiable(output)]
+        inputs, arguments = _detached(leaves, record.requires_grad, copies=traits.changes_inputs)
+        args, kwargs = record.structure.unflatten(arguments)
+        attributes = Attributes(record.unit.module) if traits.changes_attributes else None
+        with (
+            torch.enable_grad(),
+            record.autocast.entered(),
+            traits.lock if attributes is not None else nullcontext(),
+            attributes.restored() if attributes is not None else nullcontext(),
+        ):
+            result = self._run(traits, lambda: record.forward(*args, **kwargs), scope, record.number)
+        outputs = [output for output in flatten(result)[0] if is_differentiable(output)]
         if len(outputs) != len(record.output_grads):
             raise self._path_changed(
                 record.unit, f"{len(record.output_grads)} differentiable outputs became {len(outputs)}"
@@ -508,7 +564,7 @@ class MicroBatchRun:
 
 
 def _detached(
-    leaves: Sequence[Any], requires_grad: Sequence[bool], copies: bool
+    leaves: Sequence[Any], requires_grad: Sequence[bool], *, copies: bool
 ) -> tuple[list[Tensor | None], list[Any]]:
     """Cut ``leaves`` off the graph that they come from.
 
@@ -527,11 +583,3 @@ def _detached(
         inputs.append(tensor if differentiable else None)
         arguments.append(tensor.clone() if copies else tensor)
     return inputs, arguments
-
-
-def _attributes_changed(before: dict[Any, dict[str, Any]], after: dict[Any, dict[str, Any]]) -> bool:
-    return before.keys() != after.keys() or any(
-        attributes.keys() != after[module].keys()
-        or any(value is not after[module][name] for name, value in attributes.items())
-        for module, attributes in before.items()
-    )

@@ -1,5 +1,6 @@
 """What a training step's output contributes: its loss, and the share of the batch that the loss stands for."""
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ LossWeight = str | Callable[[Any], float]
 """``"auto"``, ``"samples"``, ``"tokens"``, or a function of a micro-batch that returns its weight."""
 
 
+_MISSING = object()
+
+
 def loss_of(output: Any) -> Tensor | None:
     """The loss in what ``training_step`` returned.
 
@@ -24,8 +28,8 @@ def loss_of(output: Any) -> Tensor | None:
     """
     if output is None or isinstance(output, Tensor):
         return output
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor | None):
-        return output.get("loss")
+    if isinstance(output, Mapping) and isinstance(output.get("loss", _MISSING), Tensor | None):
+        return output["loss"]  # type: ignore[no-any-return]
     raise TypeError(
         "`training_step` must return a loss tensor, a dict with a tensor under 'loss', or None, but it returned"
         f" {type(output).__name__}{f' with keys {sorted(map(str, output))}' if isinstance(output, Mapping) else ''}."
@@ -52,6 +56,9 @@ class BatchObjective:
         seen: for each micro-batch the first cross-entropy that it computed, where ``watch`` asks for it.
 
     Threading: a step's micro-batches call this from their threads. The shares are fixed when the first one asks.
+
+    Raises:
+        ValueError: a function gave weights that are negative, not finite, or all 0.
     """
 
     def __init__(
@@ -74,28 +81,28 @@ class BatchObjective:
         self._labels: dict[bool, list[int]] = {}
         if callable(rule):
             self._weights = [float(rule(micro_batch.data)) for micro_batch in micro_batches]
+            if not all(math.isfinite(weight) and weight >= 0 for weight in self._weights) or not any(self._weights):
+                raise ValueError(
+                    "`loss_weight` must give every micro-batch a finite weight of at least 0, and not 0 to all, but"
+                    f" gave {self._weights}."
+                )
         elif rule in ("auto", "tokens"):
             counts = {shifted: valid_label_counts(micro_batches, shifted) for shifted in (False, True)}
             self._labels = {shifted: count for shifted, count in counts.items() if count is not None}
-
-    @property
-    def wants_observation(self) -> bool:
-        """Whether labels are ignored, and it is unknown yet if they are shifted or the losses are of interest."""
-        return bool(self._labels) and (self._watch or self.labels_shifted is None)
 
     def loss(self, output: Any) -> Tensor | None:
         """The loss in what ``training_step`` returned."""
         return loss_of(output)
 
-    def observe(self, index: int, losses: Sequence[tuple[Tensor, int]]) -> None:
+    def observe(self, index: int, losses: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Decide from the label counts of the cross-entropies that micro-batch ``index`` computed."""
         if not self._labels:
             return
         if self._watch and losses:
             self.seen[index] = losses[0][0]
-        if self.labels_shifted is not None:
-            return
-        label_counts = [count for _, count in losses]
+        if self.labels_shifted is not None or index != 0:
+            return  # One micro-batch decides, always the same: the others may be observed in any order.
+        label_counts = [int(count) for _, count in losses]
         plain, shifted = self._labels[False][index], self._labels[True][index]
         if (plain in label_counts) != (shifted in label_counts):
             self.labels_shifted = shifted in label_counts

@@ -1,15 +1,18 @@
-"""Watches operations of the first micro-batch, for what calls of units alone do not show."""
+"""Watches operations, for what lookups and calls of units alone do not show."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from lightning_roundpipe.exceptions import UnsupportedUseError
 
-__all__ = ["ParameterSubstitution", "StepObservation"]
+__all__ = ["GlueObservation", "ParameterSubstitution"]
+
+_TENSOR_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 _GRADIENT_INSIDE_STEP = (
     "`torch.autograd.grad` was asked for a gradient that does not reach its inputs. Through a streamed unit none can,"
@@ -18,19 +21,26 @@ _GRADIENT_INSIDE_STEP = (
     " RoundPipeStrategy."
 )
 
-_TENSOR_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-
 
 class ParameterSubstitution(TorchFunctionMode):
     """Replaces host parameters among the arguments of operations by what a lookup would have given.
 
-    Needed where code reaches a parameter without looking it up on its module: the list in `nn.LSTM`, closures.
+    Needed where code reaches a parameter without looking it up on its module: the list in `nn.LSTM`, closures,
+    ``self.parameters()``.
+
+    Args:
+        parameters: the host parameters.
+        lookup: gives the running micro-batch's copy.
+
+    Attributes:
+        found: whether a parameter was replaced.
     """
 
     def __init__(self, parameters: Iterable[Tensor], lookup: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._parameters = {id(parameter) for parameter in parameters}
         self._lookup = lookup
+        self.found = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -40,20 +50,12 @@ class ParameterSubstitution(TorchFunctionMode):
         if getter is not None and getter.__name__ not in _TENSOR_PROPERTIES:
             return func(*args, **kwargs)  # Metadata: the host's is as good.
         arguments = [self._substitute(argument) for argument in args]
-        result = func(*arguments, **{name: self._substitute(value) for name, value in kwargs.items()})
-        self.observe(func, args, kwargs, result)
-        return result
-
-    def observe(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """See an operation after it ran."""
-
-    def substituted(self, parameter: Tensor) -> None:
-        """Hear that ``parameter`` was reached without a lookup."""
+        return func(*arguments, **{name: self._substitute(value) for name, value in kwargs.items()})
 
     def _substitute(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if id(value) in self._parameters:
-                self.substituted(value)
+                self.found = True
                 return self._lookup(value)
             return value
         if isinstance(value, (list, tuple)) and any(id(item) in self._parameters for item in value):
@@ -61,30 +63,52 @@ class ParameterSubstitution(TorchFunctionMode):
         return value
 
 
-class StepObservation(ParameterSubstitution):
-    """Substitutes parameters, tells about it, and notes cross-entropies.
+class GlueObservation(ParameterSubstitution):
+    """Substitutes parameters in user code between units, notes cross-entropies, and refuses gradients inside a step.
 
     Attributes:
         losses: each cross-entropy that averages, with the number of its targets that are not ignored.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        lookup: Callable[[Tensor], Tensor],
-        on_hidden_parameter: Callable[[], None],
-    ) -> None:
+    def __init__(self, parameters: Iterable[Tensor], lookup: Callable[[Tensor], Tensor]) -> None:
         super().__init__(parameters, lookup)
-        self._on_hidden_parameter = on_hidden_parameter
-        self.losses: list[tuple[Tensor, int]] = []
+        self.losses: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not watch inside: units have many operations, and each would cost.
+
+        A mode that user code has entered above this one must stay above it; then watching goes on.
+        """
+        if _get_current_function_mode() is not self:
+            yield
+            return
+        _pop_mode()
+        try:
+            yield
+        finally:
+            _push_mode(self)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not torch.autograd.grad:
-            return super().__torch_function__(func, types, args, kwargs)
+        """Watch one operation."""
+        if func is torch.autograd.grad:
+            return self._differentiate(func, args, kwargs or {})
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func is torch.nn.functional.cross_entropy or func is torch.nn.functional.nll_loss:
+            self._note_loss(result, args, kwargs or {})
+        return result
+
+    def _note_loss(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if isinstance(target, Tensor) and not target.is_floating_point() and kwargs.get("reduction", "mean") == "mean":
+            self.losses.append((loss.detach(), (target != kwargs.get("ignore_index", -100)).sum()))
+
+    @staticmethod
+    def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            gradients = func(*args, **(kwargs or {}))
+            gradients = func(*args, **kwargs)
         except RuntimeError as error:
             if "used in the graph" not in str(error):
                 raise
@@ -92,15 +116,3 @@ class StepObservation(ParameterSubstitution):
         if any(gradient is None for gradient in gradients):
             raise UnsupportedUseError(_GRADIENT_INSIDE_STEP)
         return gradients
-
-    def substituted(self, parameter: Tensor) -> None:
-        """Tell about it."""
-        self._on_hidden_parameter()
-
-    def observe(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note averaging cross-entropies."""
-        if func is not torch.nn.functional.cross_entropy and func is not torch.nn.functional.nll_loss:
-            return
-        target = kwargs.get("target", args[1] if len(args) > 1 else None)
-        if isinstance(target, Tensor) and not target.is_floating_point() and kwargs.get("reduction", "mean") == "mean":
-            self.losses.append((result.detach(), int((target != kwargs.get("ignore_index", -100)).sum())))

@@ -5,9 +5,12 @@ seed, step, micro-batch, place). Recomputation therefore repeats the same dropou
 do not depend on how many workers there are or how they interleave.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 
-__all__ = ["counted_seed", "generator_states", "seed_generators"]
+__all__ = ["counted_seed", "generator_states", "preserved_generators", "seed_generators"]
 
 _MASK = 2**64 - 1
 
@@ -42,3 +45,15 @@ def seed_generators(device: torch.device, seed: int) -> None:
 def generator_states(device: torch.device) -> list[bytes]:
     """The states of those generators, to compare."""
     return [generator.get_state().numpy().tobytes() for generator in _generators(device)]
+
+
+@contextmanager
+def preserved_generators(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Leave the default generators as they were: data loaders and user code go on drawing from them as ever."""
+    generators = {id(generator): generator for device in devices for generator in _generators(device)}
+    states = [(generator, generator.get_state()) for generator in generators.values()]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)

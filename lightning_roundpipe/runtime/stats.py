@@ -1,5 +1,6 @@
 """Frozen records of what a step did; callbacks and tests read these and nothing else."""
 
+import math
 from dataclasses import dataclass, field
 
 from lightning_roundpipe.plan.schedule import Schedule
@@ -58,6 +59,6 @@ class StepStats:
 
     @property
     def bubble_ratio(self) -> float:
-        """1 - (busy time of all workers) / (number of workers x window); 0 for a step without tickets."""
+        """1 - (busy time of all workers) / (number of workers x window); NaN for a step without tickets."""
         available = self.schedule.num_workers * self.window_s
-        return 1.0 - sum(self.busy_s) / available if available > 0 else 0.0
+        return 1.0 - sum(self.busy_s) / available if available > 0 else math.nan

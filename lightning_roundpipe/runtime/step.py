@@ -25,14 +25,10 @@ class Objective(Protocol):
     scale: float
     """Factor on every loss before its backward (the loss scale of float16 training)."""
 
-    @property
-    def wants_observation(self) -> bool:
-        """Whether `observe` tells something new."""
-
     def loss(self, output: Any) -> Tensor | None:
         """The loss in an output of the step function."""
 
-    def observe(self, index: int, losses: Sequence[tuple[Tensor, int]]) -> None:
+    def observe(self, index: int, losses: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Hear which cross-entropies a micro-batch computed, each with the number of labels that it averages over."""
 
     def share(self, index: int) -> float:
@@ -55,6 +51,38 @@ class Abort:
             self.requested = True
 
 
+class UserLock:
+    """The lock that is held while user code runs; see [Note: User lock] in `microbatch_run`.
+
+    Attributes:
+        turns: how often it was acquired.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.turns = 0
+
+    def acquire(self) -> None:
+        """Wait for the lock."""
+        self._lock.acquire()
+        self.turns += 1
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+
+    def quiet_turn(self) -> int | None:
+        """A number that stays the same while nobody acquires the lock; None if somebody holds it now."""
+        turns = self.turns
+        return None if self._lock.locked() else turns
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
 @dataclass(eq=False)
 class Step:
     """One step, or that part of it whose micro-batches run together.
@@ -73,8 +101,8 @@ class Step:
         silent_buffers: see `Scope.write_buffers`.
         abort: shared by the parts of a step.
         warn: tells the user a message, once for each topic.
+        name_of: the name of a parameter, for messages.
         on_glue: called before each stretch of user code, with the device on which it runs.
-        glue_hides_parameters: user code between calls reaches parameters without looking them up.
     """
 
     function: StepFunction
@@ -90,18 +118,20 @@ class Step:
     abort: Abort
     warn: Callable[[str, str], None]
     on_glue: Callable[[torch.device], None]
-    glue_hides_parameters: bool = False
-    user_lock: threading.Lock = field(default_factory=threading.Lock)
+    name_of: Callable[[Tensor], str]
+    user_lock: UserLock = field(default_factory=UserLock)
+    buffer_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.gate = TicketGate(self.schedule)
+        self.masters = {id(parameter) for parameter in self.parameters}
         devices = [worker.device for worker in self.workers]
         self._device_shared = len(set(devices)) < len(devices)
 
     @property
-    def wants_observation(self) -> bool:
-        """Whether operations of micro-batches are still of interest."""
-        return self.objective.wants_observation
+    def shares_generator(self) -> bool:
+        """Whether a worker's generator may be used by another thread at the same time."""
+        return self._device_shared or self.workers[0].device.type == "cpu"
 
     def must_lock(self, draws: tuple[bool, ...]) -> bool:
         """Whether a unit that draws from (host, device) generators shares one with another thread."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 __all__ = ["Unit", "find_units", "tensor_bytes"]
 
@@ -65,7 +65,7 @@ def find_units(root: nn.Module, units: str | Sequence[str] = "auto") -> tuple[Un
             not cover are cut as with ``"auto"``.
 
     Returns:
-        Units that do not overlap, in module order. A parameter that two units share belongs to both.
+        Units of which none holds another, in module order. What two units share belongs to both.
 
     Raises:
         ValueError: a name matches no module with parameters, or one unit would hold another.
@@ -78,7 +78,9 @@ def find_units(root: nn.Module, units: str | Sequence[str] = "auto") -> tuple[Un
 def _named_modules(root: nn.Module, units: str | Sequence[str]) -> dict[int, str]:
     names = [units] if isinstance(units, str) else list(units)
     wanted: dict[int, str] = {}
-    candidates = [(path, module) for path, module in root.named_modules() if _has_parameters(module)]
+    candidates = [
+        (path, module) for path, module in root.named_modules(remove_duplicate=False) if _has_parameters(module)
+    ]
     for name in names:
         matches = [(path, module) for path, module in candidates if name in (path, type(module).__name__)]
         if not matches:
@@ -130,9 +132,12 @@ def _repeated_blocks(module: nn.Module) -> set[type[nn.Module]]:
     """The classes of which ``module``, if it is a list of modules, holds blocks."""
     if not isinstance(module, _CONTAINERS):
         return set()
-    counts = Counter(type(child) for child in module.children() if _has_parameters(child))
-    enough = 1 if isinstance(module, nn.ModuleList) else 2
-    return {cls for cls, count in counts.items() if count >= enough and not issubclass(cls, _CONTAINERS)}
+    children = [child for child in module.children() if _has_parameters(child)]
+    counts = Counter(type(child) for child in children if not isinstance(child, _CONTAINERS))
+    if isinstance(module, nn.ModuleList) and len(children) == 1:
+        # A model with a single layer; but not a list that holds a whole model.
+        return {cls for cls in counts if not any(map(_repeated_blocks, children[0].modules()))}
+    return {cls for cls, count in counts.items() if count > 1}
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -145,9 +150,7 @@ def _is_atomic(module: nn.Module) -> bool:
     It is when all its parameters are its own, when it is one of torch's own layers (which read their children's
     parameters without calling them), and when it computes its parameters (`torch.nn.utils.parametrize`).
     """
-    own = any(parameter is not None for parameter in module._parameters.values())
-    if torch.nn.utils.parametrize.is_parametrized(module):
-        return True
-    if not own:
-        return False
-    return type(module).__module__.startswith("torch.nn.") or not any(map(_has_parameters, module.children()))
+    computed = getattr(module, "parametrizations", None) if parametrize.is_parametrized(module) else None
+    own = computed is not None or any(parameter is not None for parameter in module._parameters.values())
+    leaf = not any(_has_parameters(child) for child in module.children() if child is not computed)
+    return own and (leaf or type(module).__module__.startswith("torch.nn."))

@@ -102,10 +102,12 @@ class Worker:
         """This worker's copy of ``parameter``, uploaded if it is not there yet."""
         entry = self._weights.get(id(parameter))
         if entry is None:
-            source = self._store.weight(parameter)
-            dtype = self._store.dtype_of(parameter)
-            entry = self._weights[id(parameter)] = parameter, source.to(self.device, dtype, copy=True)
+            entry = self._weights[id(parameter)] = parameter, self.upload_weight(parameter)
         return entry[1]
+
+    def upload_weight(self, parameter: Tensor) -> Tensor:
+        """A new copy of ``parameter`` on this worker."""
+        return self._store.weight(parameter).to(self.device, self._store.dtype_of(parameter), copy=True)
 
     def buffer(self, host: Tensor) -> Tensor:
         """This worker's copy of the buffer ``host``, uploaded again if the host's was written since."""

@@ -1,14 +1,16 @@
 """Parameters that code reaches without a lookup are replaced, and cross-entropies are noted."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_roundpipe.exceptions import UnsupportedUseError
-from lightning_roundpipe.runtime.observation import ParameterSubstitution, StepObservation
+from lightning_roundpipe.runtime.observation import GlueObservation, ParameterSubstitution
 
 
 def doubling(*parameters: Tensor) -> ParameterSubstitution:
@@ -87,25 +89,20 @@ def test_gradients_go_to_the_copy(weight: nn.Parameter) -> None:
     assert torch.equal(copy.grad, 2 * weight.detach())
 
 
-# ---------------------------------------------------------------------------------------------------------- observation
+# --------------------------------------------------------------------------------------------------------- observation
 
 
-class Found:
-    def __init__(self, *parameters: Tensor) -> None:
-        self.hidden = 0
-        self.observation = StepObservation(parameters, lambda host: host.detach(), self.count)
-
-    def count(self) -> None:
-        self.hidden += 1
+def observing(*parameters: Tensor) -> GlueObservation:
+    return GlueObservation(parameters, lambda host: host.detach())
 
 
-def test_substitution_is_reported(weight: nn.Parameter) -> None:
-    found = Found(weight)
-    with found.observation:
+def test_substitution_is_noted(weight: nn.Parameter) -> None:
+    observation = observing(weight)
+    with observation:
         torch.ones(2) + 1
-        assert found.hidden == 0
+        assert not observation.found
         weight.sum()
-    assert found.hidden == 1
+    assert observation.found
 
 
 LOGITS = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 1.0]])
@@ -123,20 +120,20 @@ LOSSES: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_averaging_cross_entropies_are_noted_once(loss: str) -> None:
-    found = Found()
-    with found.observation:
+    found = observing()
+    with found:
         result = LOSSES[loss]()
-    [(noted, count)] = found.observation.losses
+    [(noted, count)] = found.losses
     assert torch.equal(noted, result)
     assert count == 2
 
 
 def test_other_ignored_labels_are_counted_by_their_own_value() -> None:
-    found = Found()
-    with found.observation:
+    found = observing()
+    with found:
         F.cross_entropy(LOGITS, LABELS.clamp(min=0), ignore_index=0)
         nn.CrossEntropyLoss(ignore_index=1)(LOGITS, LABELS.clamp(min=0))
-    assert [count for _, count in found.observation.losses] == [1, 2]
+    assert [count for _, count in found.losses] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -149,22 +146,63 @@ def test_other_ignored_labels_are_counted_by_their_own_value() -> None:
     ],
 )
 def test_other_losses_are_not_noted(loss: Callable[[], Tensor]) -> None:
-    found = Found()
-    with found.observation:
+    found = observing()
+    with found:
         loss()
-    assert found.observation.losses == []
+    assert found.losses == []
+
+
+def test_a_pause_does_not_watch(weight: nn.Parameter) -> None:
+    observation = observing(weight)
+    with observation:
+        with observation.paused():
+            LOSSES["function"]()
+            weight.sum()
+        assert observation.losses == []
+        assert not observation.found
+        LOSSES["function"]()
+    assert len(observation.losses) == 1
+
+
+def test_a_pause_leaves_the_modes_of_user_code_alone(weight: nn.Parameter) -> None:
+    """A mode that was entered after the observation stays in force, and both are left in order."""
+    seen: list[str] = []
+
+    class Mine(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    observation = observing(weight)
+    with observation, Mine():
+        with observation.paused():
+            torch.neg(weight)
+        torch.neg(weight)
+    assert seen.count("neg") == 2
+    torch.neg(weight)
+    assert seen.count("neg") == 2
+
+
+def test_a_pause_outside_of_the_observation_does_nothing(weight: nn.Parameter) -> None:
+    observation = observing(weight)
+    with observation.paused():
+        weight.sum()
+    with pytest.raises(KeyError), observation, observation.paused():
+        raise KeyError
+    weight.sum()
+    assert not observation.found
 
 
 def test_noted_losses_hold_no_graph() -> None:
-    found = Found()
-    with found.observation:
+    found = observing()
+    with found:
         F.cross_entropy(LOGITS.clone().requires_grad_(), LABELS)
-    assert not found.observation.losses[0][0].requires_grad
+    assert not found.losses[0][0].requires_grad
 
 
 def test_gradients_inside_user_code_work_where_they_reach_their_inputs() -> None:
     x = torch.ones(2, requires_grad=True)
-    with Found().observation:
+    with observing():
         (gradient,) = torch.autograd.grad((x**2).sum(), x)
     assert torch.equal(gradient, torch.full((2,), 2.0))
 
@@ -172,12 +210,12 @@ def test_gradients_inside_user_code_work_where_they_reach_their_inputs() -> None
 @pytest.mark.parametrize("allow_unused", [True, False])
 def test_gradients_that_do_not_reach_their_inputs_are_refused(allow_unused: bool) -> None:
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    with Found().observation, pytest.raises(UnsupportedUseError, match="units are differentiated after it returns"):
+    with observing(), pytest.raises(UnsupportedUseError, match="units are differentiated after it returns"):
         torch.autograd.grad((x**2).sum(), y, allow_unused=allow_unused)
 
 
 def test_other_errors_of_autograd_pass() -> None:
     x = torch.ones(2, requires_grad=True)
-    with Found().observation, pytest.raises(RuntimeError, match="scalar outputs") as caught:
+    with observing(), pytest.raises(RuntimeError, match="scalar outputs") as caught:
         torch.autograd.grad(x**2, x)
     assert not isinstance(caught.value, UnsupportedUseError)

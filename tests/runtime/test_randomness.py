@@ -24,12 +24,16 @@ def test_other_counters_give_another_seed(one: list[int], other: list[int]) -> N
 
 
 def test_order_number_and_neighbours_matter() -> None:
-    seeds = {counted_seed(*places) for places in [(0,), (0, 0), (0, 0, 0), (1,), (0, 1), (1, 0), (1, 1), (2, 0), (0, 2)]}
+    seeds = {
+        counted_seed(*places) for places in [(0,), (0, 0), (0, 0, 0), (1,), (0, 1), (1, 0), (1, 1), (2, 0), (0, 2)]
+    }
     assert len(seeds) == 9
 
 
 def test_steps_micro_batches_and_places_do_not_meet() -> None:
-    seeds = {counted_seed(7, step, microbatch, place) for step in range(20) for microbatch in range(8) for place in range(40)}
+    seeds = {
+        counted_seed(7, step, microbatch, place) for step in range(20) for microbatch in range(8) for place in range(40)
+    }
     assert len(seeds) == 20 * 8 * 40
 
 

@@ -103,7 +103,7 @@ def test_what_the_function_switches_does_not_stay() -> None:
     assert in_thread(body) is True
 
 
-# ------------------------------------------------------------------------------------------------------------- autocast
+# ------------------------------------------------------------------------------------------------------------ autocast
 
 
 def product_dtype() -> torch.dtype:
@@ -167,7 +167,7 @@ def test_a_cast_without_a_graph_is_not_met_again_with_one() -> None:
     assert weight.grad is not None
 
 
-# ------------------------------------------------------------------------------------------------- context and threads
+# ------------------------------------------------------------------------------------------------ context and threads
 
 
 def test_context_variables() -> None:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -196,7 +197,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     if draw(st.booleans()):
         cuts = sorted(draw(st.sets(st.integers(1, num_calls - 1), max_size=3))) if num_calls > 1 else []
         bounds = [0, *cuts, num_calls]
-        backward = tuple(stop - start for start, stop in zip(bounds, bounds[1:], strict=False))
+        backward = tuple(stop - start for start, stop in pairwise(bounds))
         plan = Plan(tuple(forward), draw(st.integers(0, 2)), backward)
     else:
         plan = Plan(tuple(forward))
