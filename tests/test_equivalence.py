@@ -467,6 +467,7 @@ def test_right_or_refused(build: Callable[[], L.LightningModule]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Compiled modules run eagerly:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
 @pytest.mark.parametrize("in_place", [True, False])
 def test_compiled_blocks(in_place: bool) -> None:
     """``block.compile()`` and ``torch.compile(block)``; the eager backend, as it needs no compiler."""

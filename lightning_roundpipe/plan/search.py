@@ -152,7 +152,8 @@ def _best(found: Sequence[tuple["_Finder", _Candidate]]) -> tuple[Case, Choice]:
     ranked = sorted(found, key=lambda pair: pair[1].estimate_s)
     limit = _PROMISING * ranked[0][1].estimate_s
     seen: set[tuple[int, int]] = set()
-    first, others = [], []
+    first: list[tuple[_Finder, Schedule]] = []
+    others: list[tuple[_Finder, Schedule]] = []
     for finder, candidate in ranked:
         if candidate.estimate_s > limit:
             break
@@ -213,7 +214,7 @@ class _Finder:
     def _grid(self, replica_groups: int, num_rounds: int) -> Iterator[_Shape]:
         """Shapes from coarse to fine, with stages about equally long."""
         costs = self._costs
-        for fused in _geometric(self._max_fused, 2.0) if costs else [0]:
+        for fused in _geometric(self._max_fused, 4.0) if costs else [0]:
             num_calls = len(costs) - fused
             if num_calls <= 0:
                 yield _Shape(replica_groups, num_rounds, len(costs), 0, 0)

@@ -98,8 +98,9 @@ class BatchDealer:
 
 
 def trainer_for(strategy: Strategy | str = "auto", devices: int = 1, **flags: Any) -> L.Trainer:
-    """A CPU trainer that prints nothing and writes nothing; ``flags`` override."""
+    """A trainer, on the CPU, that prints nothing and writes nothing; ``flags`` override."""
     defaults: dict[str, Any] = {
+        "accelerator": "cpu",
         "logger": False,
         "enable_progress_bar": False,
         "enable_checkpointing": False,
@@ -108,7 +109,7 @@ def trainer_for(strategy: Strategy | str = "auto", devices: int = 1, **flags: An
     }
     defaults.update(flags)
     defaults.setdefault("default_root_dir", tempfile.gettempdir())
-    return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **defaults)
+    return L.Trainer(devices=devices, strategy=strategy, **defaults)
 
 
 def train(

@@ -196,8 +196,8 @@ def test_what_is_known_is_not_decided_anew() -> None:
 
 def test_only_the_first_micro_batch_decides() -> None:
     """Others are observed in any order, and a step must not depend on it."""
-    found = objective()
-    found.observe(1, losses(2))
+    found = objective(batch={"labels": LABELS.repeat(2, 1)}, parts=4)
+    found.observe(2, losses(2))
     assert found.labels_shifted is None
     found.observe(0, losses(4))
     assert found.labels_shifted is False

@@ -161,6 +161,7 @@ def test_a_cast_without_a_graph_is_not_met_again_with_one() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         settings = Autocast.capture()
     with settings.entered():
+        assert not torch.is_autocast_cache_enabled()
         with torch.no_grad():
             torch.ones(2, 2) @ weight
         (torch.ones(2, 2) @ weight).sum().backward()
