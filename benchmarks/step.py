@@ -108,7 +108,8 @@ class StepClock(L.Callback):
         self.parts: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
         self.losses.append(float(outputs["loss"]))
         stats = getattr(trainer.strategy, "step_stats", None)

@@ -40,7 +40,7 @@ class Estimator:
     """
 
     def __init__(self, costs: Sequence[CallCost], machine: Machine, early_recompute: bool, boundary: Boundary) -> None:
-        share = 0.6 * machine.host_bytes_per_s / machine.num_workers
+        share = machine.host_bytes_per_s / machine.num_workers
         self._machine = machine
         self.h2d_bytes_per_s = min(machine.h2d_bytes_per_s, share)
         self._d2h_bytes_per_s = min(machine.d2h_bytes_per_s, share)

@@ -27,7 +27,8 @@ _NUM_STEPS = {Boundary.SYNC: 1, Boundary.EXACT: 4, Boundary.STALE: 10}
 _GRID_RATIO = 1.25
 _NUM_DESCENTS = 2
 _NUM_CUT_MOVES = 160
-_NUM_SIMULATED = 6
+_NUM_KEPT = 8
+_NUM_SIMULATED = 16_000  # tickets
 
 # Estimates above the best by more than this are not simulated.
 _PROMISING = 1.1
@@ -160,7 +161,13 @@ def _best(found: Sequence[tuple["_Finder", _Candidate]]) -> tuple[Case, Choice]:
         kind = finder.case.num_microbatches, candidate.schedule.replica_groups
         (others if kind in seen else first).append((finder, candidate.schedule))
         seen.add(kind)
-    judged = [(finder.case, finder.judge(schedule)) for finder, schedule in (first + others)[:_NUM_SIMULATED]]
+    left = _NUM_SIMULATED
+    judged: list[tuple[Case, Choice]] = []
+    for finder, schedule in first + others:
+        if judged and left <= 0:
+            break
+        left -= finder.num_simulated(schedule)
+        judged.append((finder.case, finder.judge(schedule)))
     return min(judged, key=lambda pair: _penalized(pair[1].step_s, pair[1].schedule))
 
 
@@ -189,6 +196,10 @@ class _Finder:
         found += [self._move_cuts(candidate) for candidate in found[:2]]
         return sorted({c.schedule: c for c in found}.values(), key=lambda candidate: candidate.estimate_s)
 
+    def num_simulated(self, schedule: Schedule) -> int:
+        """Number of tickets that are simulated to judge a schedule."""
+        return _NUM_STEPS[self._boundary] * schedule.plan.num_stages * schedule.num_microbatches
+
     def judge(self, schedule: Schedule) -> Choice:
         """Simulates a schedule."""
         return judge(
@@ -202,14 +213,18 @@ class _Finder:
         per_group = -(-self._num_microbatches // replica_groups)
         group_size = self._machine.num_workers // replica_groups
         rounds = {1, -(-per_group // group_size)} if group_size > 1 else {1}
-        found = []
         for num_rounds in sorted(rounds):
             grid = [shape for shape in self._grid(replica_groups, num_rounds) if self._try(shape) is not None]
             grid.sort(key=self._estimate_of)
-            descended = {self._descend(shape) for shape in grid[:_NUM_DESCENTS]}
-            found += [candidate for shape in descended if (candidate := self._try(shape)) is not None]
-        found.sort(key=lambda candidate: (candidate.estimate_s, str(candidate.schedule.plan)))
-        return found[:_NUM_DESCENTS]
+            for shape in grid[:_NUM_DESCENTS]:
+                self._descend(shape)
+        tried = [
+            candidate
+            for shape, candidate in self._estimates.items()
+            if candidate is not None and shape.replica_groups == replica_groups
+        ]
+        tried.sort(key=lambda candidate: (candidate.estimate_s, str(candidate.schedule.plan)))
+        return tried[:_NUM_KEPT]
 
     def _grid(self, replica_groups: int, num_rounds: int) -> Iterator[_Shape]:
         """Shapes from coarse to fine, with stages about equally long."""
@@ -227,12 +242,12 @@ class _Finder:
                 for num_forward in sorted({min(num_calls, max(1, count)) for count in counts}):
                     yield _Shape(replica_groups, num_rounds, fused, num_forward, num_backward)
 
-    def _descend(self, shape: _Shape) -> _Shape:
-        """Changes one number at a time for as long as that helps."""
+    def _descend(self, shape: _Shape) -> None:
+        """Changes one number at a time for as long as that helps; all that is tried is remembered."""
         while True:
             better = min(self._neighbours(shape), key=self._estimate_of, default=shape)
             if self._estimate_of(better) >= self._estimate_of(shape):
-                return shape
+                return
             shape = better
 
     def _neighbours(self, shape: _Shape) -> Iterator[_Shape]:

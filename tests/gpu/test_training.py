@@ -13,7 +13,7 @@ from tests.helpers.models import CASES, Case
 pytestmark = pytest.mark.gpu
 
 ON_HOST_ONLY = {"sparse_adam"}  # fills a host buffer by hand
-BY_NAME = {case.name: case for case in CASES if case.name not in ON_HOST_ONLY}
+BY_NAME = {name: case for name, case in CASES.items() if name not in ON_HOST_ONLY}
 
 
 @pytest.fixture(autouse=True)
