@@ -226,6 +226,8 @@ def _add_plan_arguments(parser: "ArgumentParser") -> None:
     add("--lora-rank", type=int, default=0, help="train LoRA adapters of this rank on all linear layers; 0 trains all")
     add("--loss", type=str, default="chunked", help="chunked, as fused losses form logits; or full, all at once")
     add("--sync", type=str, default="exact", help=f"what a step waits for: {', '.join(Boundary)}")
+    add("--micro-batch", type=str, default="auto", help="sequences of a micro-batch")
+    add("--fused-layers", type=str, default="auto", help="most layers of the fused stage; auto: as many as fit")
     add("--host-memory-gb", type=float, default=0.0, help="host memory; 0 for no limit")
     add("--host-gb-per-s", type=float, default=200.0, help="bandwidth of host memory; 0 for no limit")
     add("--output", type=str | None, default=None, help="file to write the plan to")
@@ -257,7 +259,13 @@ def _plan(options: "Namespace") -> tuple[dict[str, Any], str]:
     if setup.chunked_loss:
         report["max_sequence_full_loss"] = longest_sequence(replace(setup, chunked_loss=False))
     try:
-        prediction = predict(setup, options.batch, boundary=boundary)
+        prediction = predict(
+            setup,
+            options.batch,
+            boundary=boundary,
+            microbatch=None if options.micro_batch == "auto" else _integer("micro-batch", options.micro_batch),
+            max_fused=None if options.fused_layers == "auto" else 1 + _integer("fused-layers", options.fused_layers, 0),
+        )
     except PlanError as error:
         gpu_peak_bytes, on_host = least_memory(setup, sequence)
         return {"fits": False, "gpu_peak_bytes": gpu_peak_bytes, "host_bytes": on_host} | report | {
@@ -374,11 +382,10 @@ def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def _integer(name: str, value: str) -> int:
-    try:
-        return _at_least_one(name, int(value))
-    except ValueError:
-        raise ValueError(f"`--{name}` must be a whole number of at least 1 or `auto`, but got {value!r}.") from None
+def _integer(name: str, value: str, least: int = 1) -> int:
+    if not value.isdecimal() or int(value) < least:
+        raise ValueError(f"`--{name}` must be a whole number of at least {least} or `auto`, but got {value!r}.")
+    return int(value)
 
 
 def _at_least_one(name: str, value: int) -> int:

@@ -39,7 +39,7 @@ class RoundPipePrecision(Precision):
     """
 
     def __new__(
-        cls, precision: str = "32-true", half_weights: bool = False, scaler: torch.amp.GradScaler | None = None
+        cls, precision: str = "32-true", *, half_weights: bool = False, scaler: torch.amp.GradScaler | None = None
     ) -> "RoundPipePrecision":
         """Make an instance of the class for ``precision``; Lightning's callbacks tell plugins apart by class."""
         if precision not in _CLASSES:
@@ -55,7 +55,7 @@ class RoundPipePrecision(Precision):
         return super().__new__(_CLASSES[precision])
 
     def __init__(
-        self, precision: str = "32-true", half_weights: bool = False, scaler: torch.amp.GradScaler | None = None
+        self, precision: str = "32-true", *, half_weights: bool = False, scaler: torch.amp.GradScaler | None = None
     ) -> None:
         super().__init__()
 
@@ -103,12 +103,12 @@ class RoundPipePrecision(Precision):
 
 
 class _RoundPipeHalf(RoundPipePrecision, HalfPrecision):
-    def __init__(self, precision: Any = "bf16-true", half_weights: bool = False, scaler: None = None) -> None:
+    def __init__(self, precision: Any = "bf16-true", *, half_weights: bool = False, scaler: None = None) -> None:
         HalfPrecision.__init__(self, precision)
 
 
 class _RoundPipeDouble(RoundPipePrecision, DoublePrecision):
-    def __init__(self, precision: str = "64-true", half_weights: bool = False, scaler: None = None) -> None:
+    def __init__(self, precision: str = "64-true", *, half_weights: bool = False, scaler: None = None) -> None:
         DoublePrecision.__init__(self)
 
 
@@ -118,6 +118,7 @@ class _RoundPipeMixed(RoundPipePrecision, MixedPrecision):
     def __init__(
         self,
         precision: Any = "bf16-mixed",
+        *,
         half_weights: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:

@@ -505,18 +505,18 @@ class RoundPipeStrategy(ParallelStrategy):
                 objective,
                 trains=trains,
                 seed=self._seed(kind, rest),
-                overwrites_grad=trains and self._grad_is_spent(rest[0] if rest else 0),
+                overwrites_grad=trains and self._grad_is_spent(),
             )
         self._labels_shifted = objective.labels_shifted
         self._step_stats = result.stats
         step_log.flush(result.losses if trains else objective.seen, objective.shares())
         return result, micro_batches, objective
 
-    def _grad_is_spent(self, batch_idx: int) -> bool:
+    def _grad_is_spent(self) -> bool:
         """Whether Lightning will clear ``.grad`` before it adds this step's gradients, and nobody looks at it."""
         module, trainer = self._module, self._module.trainer
         hooks = ("on_before_zero_grad", "optimizer_zero_grad")
-        return batch_idx % trainer.accumulate_grad_batches == 0 and not (
+        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0 and not (
             any(is_overridden(hook, module) for hook in hooks)
             or any(is_overridden(hooks[0], callback) for callback in _callbacks(trainer))
         )

@@ -23,6 +23,7 @@ tqdm.monitor_interval = 0
 LASTING_VARIABLES = frozenset(
     {
         "CUBLAS_WORKSPACE_CONFIG",
+        "CUDA_DEVICE_ORDER",
         "KMP_DUPLICATE_LIB_OK",
         "KMP_INIT_AT_FORK",
         "PL_GLOBAL_SEED",

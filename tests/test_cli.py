@@ -1,12 +1,16 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # noqa: F401 - sets an environment variable, for which counting would else be blamed
 
 from lightning_roundpipe import cli
 from lightning_roundpipe.cli import main
+from lightning_roundpipe.plan.devices import PROFILES, save_profile
+from lightning_roundpipe.plan.files import load_schedule, schedule_from_dict
 from tests.plan.figures import TIMES, rows
 
 KEYS = {"makespan_ms", "bubble_pct", "fill_pct", "drain_pct", "steady_pct", "stall_pct", "partition", "replica_groups"}
@@ -118,3 +122,125 @@ print([name for name in ("torch", "lightning", "matplotlib") if name in sys.modu
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The config.json of a small model."""
+    transformers = pytest.importorskip("transformers")
+    small = transformers.Qwen3Config(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    small.architectures = ["Qwen3ForCausalLM"]
+    small.save_pretrained(tmp_path / "model")
+    return tmp_path / "model" / "config.json"
+
+
+def plan(config, *more):
+    return ["plan", f"--model={config}", "--gpu=rtx-4090", "--gpus=4", "--sequence=256", "--batch=16", *more]
+
+
+PLAN_KEYS = {
+    "fits",
+    "gpu_peak_bytes",
+    "host_bytes",
+    "step_ms",
+    "tokens_per_s",
+    "bubble_pct",
+    "limit",
+    "max_sequence",
+    "plan",
+}
+
+
+def test_plan_from_a_configuration(config, tmp_path, capsys):
+    assert main(plan(config, "--json", f"--output={tmp_path / 'plan.json'}")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report.keys() >= PLAN_KEYS
+    assert report["fits"] is True
+    assert report["tokens_per_s"] == pytest.approx(16 * 256 / report["step_ms"] * 1e3)
+    assert report["limit"] in {"compute", "h2d", "d2h", "host memory", "optimizer"}
+    assert report["max_sequence"] > report["max_sequence_full_loss"] > 256
+    schedule = load_schedule(tmp_path / "plan.json")
+    assert schedule == schedule_from_dict(report["plan"])
+    assert schedule.plan.num_calls == 9  # embedding, 6 layers, norm, head
+    assert schedule.num_microbatches * report["micro_batch"] == 16
+
+
+def test_plan_prints_a_table_and_stages(config, capsys):
+    assert main(plan(config.parent, "--micro-batch=2", "--fused-layers=0", "--loss=full")) == 0
+    out = capsys.readouterr().out
+    assert "tokens per s" in out
+    assert "fused: 1;" in out
+    assert out.count("\nworker") == 4
+
+
+def test_plan_with_lora_stores_and_moves_less(config, capsys):
+    pytest.importorskip("peft")
+    host_bytes = []
+    for more in ([], ["--lora-rank=4"]):
+        assert main(plan(config, "--json", *more)) == 0
+        host_bytes.append(json.loads(capsys.readouterr().out)["host_bytes"])
+    assert host_bytes[1] < host_bytes[0]
+
+
+def test_plan_says_what_does_not_fit(config, capsys):
+    assert main(plan(config, "--json", "--host-memory-gb=0.001")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report.keys() >= PLAN_KEYS
+    assert report["fits"] is False
+    assert report["max_sequence"] == 0
+    assert report["host_bytes"] > 1e6
+    assert main(plan(config, "--host-memory-gb=0.001")) == 0
+    assert "fewer trained weights" in capsys.readouterr().out
+
+
+def test_plan_takes_a_measured_profile(config, tmp_path, capsys):
+    save_profile(replace(PROFILES["h200"], name="mine", link_bytes_per_s=1e6), tmp_path / "mine.json")
+    assert main(plan(config, "--json", f"--profile={tmp_path / 'mine.json'}")) == 0
+    assert json.loads(capsys.readouterr().out)["limit"] in {"h2d", "d2h"}
+
+
+def test_plan_of_a_model_of_235_billion_weights(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("peft")
+    large = transformers.Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    large.save_pretrained(tmp_path / "model")
+    args = ["--gpus=8", "--sequence=2048", "--batch=8", "--lora-rank=16", "--host-memory-gb=1024", "--json"]
+    assert main(["plan", f"--model={tmp_path / 'model'}", *args]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["fits"] is True
+    assert 470e9 < report["host_bytes"] < 1024e9
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--gpu=rtx-1"], "`--gpu` must be one of rtx-3090"),
+        (["--precision=8"], "`--precision` must be one of bf16-mixed"),
+        (["--loss=half"], "`--loss` must be one of chunked, full"),
+        (["--model=nowhere"], "`--model` must be a folder with a config.json"),
+        (["--micro-batch=0"], "`--micro-batch` must be a whole number of at least 1 or `auto`"),
+        (["--batch=0"], "`--batch` must be at least 1"),
+    ],
+)
+def test_wrong_arguments_of_plan_are_named(config, more, message, capsys):
+    assert main(plan(config, *more)) == 1
+    assert message in capsys.readouterr().err

@@ -7,6 +7,7 @@ host memory a fixed share of it; the simulator knows better, for the few plans t
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from lightning_roundpipe.plan.costs import CallCost
@@ -56,6 +57,11 @@ class Estimator:
         self._sum_bytes = _sums(call.sum_bytes for call in costs)
         self._optimizer_bytes = _sums(call.optimizer_bytes for call in costs)
         self._optimizer_bytes_per_s = min(machine.optimizer_bytes_per_s, machine.host_bytes_per_s)
+        self._inputs = _sums(call.input_bytes for call in costs)
+        links = machine.num_workers * (machine.h2d_bytes_per_s + machine.d2h_bytes_per_s)
+        wanted = links + self._optimizer_bytes_per_s
+        # What each gets of what it could use when all want host memory at once.
+        self._crowded_share = machine.host_bytes_per_s / wanted if machine.host_bytes_per_s < wanted < inf else 1.0
 
     def step_s(self, schedule: Schedule) -> float:
         """Seconds of a step; at least what host memory needs for all that is moved, and the optimizer for its part."""
@@ -78,27 +84,40 @@ class Estimator:
 
     def _stages(self, schedule: Schedule) -> list[_StageSeconds]:
         copies = schedule.replica_groups * schedule.num_rounds
+        num_microbatches = -(-schedule.num_microbatches // copies)
+        machine, share = self._machine, self._crowded_share
         stages = []
         for stage in schedule.plan.stages:
             start, stop = stage.start, stage.stop
+            is_forward, is_fused = stage.kind is StageKind.FORWARD, stage.kind is StageKind.FUSED
             forward_s = self._forward[stop] - self._forward[start]
-            upload_s = (self._weights[stop] - self._weights[start]) / self.h2d_bytes_per_s
-            if stage.kind is StageKind.FORWARD:
-                stages.append(_StageSeconds(0.0, forward_s, upload_s, 0.0, 0.0, 0.0))
-                continue
             backward_s = self._backward[stop] - self._backward[start]
-            gradients = self._gradients[stop] - self._gradients[start]
-            sums = copies * gradients + self._sum_bytes[stop] - self._sum_bytes[start] if copies > 1 else 0.0
-            updates = self._optimizer_bytes[stop] - self._optimizer_bytes[start]
-            is_fused = stage.kind is StageKind.FUSED
+            weights = self._weights[stop] - self._weights[start]
+            kept = 0.0 if is_fused else num_microbatches * (self._inputs[stop] - self._inputs[start])
+            gradients = 0.0 if is_forward else self._gradients[stop] - self._gradients[start]
+            sums = updates = 0.0
+            if not is_forward:
+                sums = copies * gradients + self._sum_bytes[stop] - self._sum_bytes[start] if copies > 1 else 0.0
+                updates = self._optimizer_bytes[stop] - self._optimizer_bytes[start]
+            # While a stage's weights come up, its neighbours' inputs and gradients move too, on every worker.
+            moved = weights + kept + gradients
+            upload_s = weights / machine.h2d_bytes_per_s
+            if stage.index >= schedule.group_size:
+                h2d = weights + (kept if stage.kind is StageKind.BACKWARD else 0.0)
+                upload_s = max(h2d / machine.h2d_bytes_per_s, machine.num_workers * moved / machine.host_bytes_per_s)
+            # The CPU gets less than it could use for as long as the links are busy.
+            crowded_s = 0.0
+            if share < 1:
+                demand = machine.num_workers * (machine.h2d_bytes_per_s + machine.d2h_bytes_per_s)
+                crowded_s = schedule.replica_groups * moved / (share * demand) * (1 - share)
             stages.append(
                 _StageSeconds(
-                    early_s=0.0 if is_fused else self._recompute[stop] - self._recompute[start],
-                    main_s=forward_s + backward_s if is_fused else backward_s,
+                    early_s=self._recompute[stop] - self._recompute[start] if not (is_forward or is_fused) else 0.0,
+                    main_s=(forward_s if is_forward or is_fused else 0.0) + (0.0 if is_forward else backward_s),
                     upload_s=upload_s,
                     download_s=gradients / self._d2h_bytes_per_s,
-                    sum_s=sums / self._optimizer_bytes_per_s,
-                    update_s=updates / self._optimizer_bytes_per_s,
+                    sum_s=(sums / self._optimizer_bytes_per_s + crowded_s) if sums else 0.0,
+                    update_s=(updates / self._optimizer_bytes_per_s + (0.0 if sums else crowded_s)) if updates else 0.0,
                 )
             )
         return stages

@@ -6,7 +6,7 @@ from lightning_roundpipe.plan.costs import CallCost
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import Plan, Stage, StageKind
 
-__all__ = ["host_bytes", "stage_bytes", "worker_bytes"]
+__all__ = ["combined_bytes", "host_bytes", "stage_bytes", "worker_bytes"]
 
 
 def stage_bytes(costs: Sequence[CallCost], stage: Stage) -> tuple[int, int]:
@@ -33,12 +33,16 @@ def stage_bytes(costs: Sequence[CallCost], stage: Stage) -> tuple[int, int]:
 
 
 def worker_bytes(costs: Sequence[CallCost], plan: Plan, *, streams_weights: bool = True) -> int:
-    """Memory that every worker needs: two slots of the largest stage, and the most that a stage needs besides.
+    """Memory that every worker needs: two slots of the largest stage, and the most that a stage needs besides."""
+    return combined_bytes([stage_bytes(costs, stage) for stage in plan.stages], plan, streams_weights=streams_weights)
+
+
+def combined_bytes(needs: Sequence[tuple[int, int]], plan: Plan, *, streams_weights: bool = True) -> int:
+    """Memory that every worker needs for stages of which each needs so much (:func:`stage_bytes`).
 
     The fused stage works on logits, whose blocks are like nothing else; an allocator that has once given them out does
     not reuse them for layers. So the needs of the fused stage and of the largest other stage add up.
     """
-    needs = [stage_bytes(costs, stage) for stage in plan.stages]
     slot = max((slot for slot, _ in needs), default=0)
     fused = sum(besides for _, besides in needs[plan.fused_stage : plan.fused_stage + 1])
     others = max((besides for stage, (_, besides) in enumerate(needs) if stage != plan.fused_stage), default=0)

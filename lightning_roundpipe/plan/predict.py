@@ -63,30 +63,37 @@ class Prediction:
     busy: dict[str, float]
 
 
-def predict(setup: Setup, batch: int, *, boundary: Boundary = Boundary.EXACT) -> Prediction:
+def predict(
+    setup: Setup,
+    batch: int,
+    *,
+    boundary: Boundary = Boundary.EXACT,
+    microbatch: int | None = None,
+    max_fused: int | None = None,
+) -> Prediction:
     """Searches sizes of micro-batches and plans for the most tokens per second.
 
     Args:
         setup: what is to be trained.
         batch: sequences of a step.
         boundary: what a step waits for.
+        microbatch: sequences of a micro-batch; None to try powers of two.
+        max_fused: most calls in the fused stage; None for as many as fit.
 
     Raises:
         PlanError: nothing fits, not even micro-batches of one sequence.
     """
     if batch < 1:
         raise PlanError(f"A step must have at least one sequence, but `batch` is {batch}.")
-    microbatches = {}
-    for microbatch in _microbatches(batch, setup.num_workers):
-        costs = call_costs(
-            setup.counts, setup.profile, setup.precision, scale=microbatch, chunked_loss=setup.chunked_loss
-        )
-        microbatches[Case(costs, _machine(setup, microbatch), -(-batch // microbatch))] = microbatch
-    case, choice = search_cases(list(microbatches), boundary=boundary)
+    sizes = {}
+    for size in _microbatches(batch, setup.num_workers) if microbatch is None else [microbatch]:
+        costs = call_costs(setup.counts, setup.profile, setup.precision, scale=size, chunked_loss=setup.chunked_loss)
+        sizes[Case(costs, _machine(setup, size), -(-batch // size))] = size
+    case, choice = search_cases(list(sizes), boundary=boundary, max_fused=max_fused)
     busy = _busy(choice, setup)
     return Prediction(
         choice=choice,
-        microbatch=microbatches[case],
+        microbatch=sizes[case],
         tokens_per_s=batch * setup.sequence / choice.step_s,
         limit=max(busy, key=busy.__getitem__),
         busy=busy,

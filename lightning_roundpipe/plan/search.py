@@ -11,11 +11,11 @@ from lightning_roundpipe.exceptions import PlanError
 from lightning_roundpipe.plan.costs import CallCost
 from lightning_roundpipe.plan.devices import Machine
 from lightning_roundpipe.plan.estimate import Estimator
-from lightning_roundpipe.plan.memory import host_bytes, worker_bytes
+from lightning_roundpipe.plan.memory import combined_bytes, host_bytes, stage_bytes, worker_bytes
 from lightning_roundpipe.plan.partition import cut_evenly
 from lightning_roundpipe.plan.schedule import FixedOrder, FixedSchedule, Schedule
 from lightning_roundpipe.plan.simulator import Boundary, simulate
-from lightning_roundpipe.plan.stages import Plan
+from lightning_roundpipe.plan.stages import Plan, Stage, StageKind
 from lightning_roundpipe.plan.timeline import Timeline
 
 __all__ = ["Case", "Choice", "better_choice", "judge", "search", "search_cases", "search_fixed"]
@@ -28,7 +28,7 @@ _GRID_RATIO = 1.25
 _NUM_DESCENTS = 2
 _NUM_CUT_MOVES = 160
 _NUM_KEPT = 8
-_NUM_SIMULATED = 16_000  # tickets
+_NUM_SIMULATED = 10_000  # tickets
 
 # Estimates above the best by more than this are not simulated.
 _PROMISING = 1.1
@@ -105,12 +105,15 @@ def search(
     return _best([(finder, candidate) for candidate in finder.candidates(replica_groups)])[1]
 
 
-def search_cases(cases: Sequence[Case], *, boundary: Boundary = Boundary.SYNC) -> tuple[Case, Choice]:
+def search_cases(
+    cases: Sequence[Case], *, boundary: Boundary = Boundary.SYNC, max_fused: int | None = None
+) -> tuple[Case, Choice]:
     """Finds the case, and its plan, with the shortest step; all cases are of the same batch.
 
     Args:
         cases: the cases, at least one.
         boundary: what a step waits for.
+        max_fused: most calls in the fused stage; None for as many as fit.
 
     Raises:
         PlanError: no plan fits the memory of the workers or of the host, in any of the cases.
@@ -118,7 +121,7 @@ def search_cases(cases: Sequence[Case], *, boundary: Boundary = Boundary.SYNC) -
     found: list[tuple[_Finder, _Candidate]] = []
     refusal: PlanError | None = None
     for case in cases:
-        finder = _Finder(case, boundary, None, False)
+        finder = _Finder(case, boundary, max_fused, early_recompute=False)
         try:
             found += [(finder, candidate) for candidate in finder.candidates(None)]
         except PlanError as error:
@@ -130,13 +133,17 @@ def search_cases(cases: Sequence[Case], *, boundary: Boundary = Boundary.SYNC) -
 
 @dataclass(frozen=True)
 class _Shape:
-    """What is searched: numbers of stages, from which cuts follow."""
+    """What is searched: numbers of stages, from which cuts follow.
+
+    The first upload and the last download hide behind nothing; a tapered shape has them for a single call.
+    """
 
     replica_groups: int
     num_rounds: int
     fused: int
     num_forward: int
     num_backward: int
+    tapered: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,8 +188,9 @@ class _Finder:
         self._early_recompute = early_recompute
         self._max_fused = min(len(case.costs), max(1, max_fused if max_fused is not None else len(case.costs)))
         self._estimator = Estimator(case.costs, case.machine, early_recompute, boundary)
-        self._cuts: dict[tuple[bool, int, int, int], tuple[int, ...]] = {}
+        self._cuts: dict[tuple[bool, int, int, int, bool], tuple[int, ...]] = {}
         self._estimates: dict[_Shape, _Candidate | None] = {}
+        self._needs: dict[tuple[StageKind, int, int], tuple[int, int]] = {}
 
     def candidates(self, replica_groups: int | None) -> list[_Candidate]:
         """The best candidates by estimate, the best first, each once."""
@@ -251,6 +259,7 @@ class _Finder:
             shape = better
 
     def _neighbours(self, shape: _Shape) -> Iterator[_Shape]:
+        yield replace(shape, tapered=not shape.tapered)
         for name in ("num_forward", "num_backward", "fused"):
             for change in (-1, 1):
                 near = replace(shape, **{name: getattr(shape, name) + change})
@@ -288,7 +297,7 @@ class _Finder:
 
     def _cut(self, shape: _Shape, num_stages: int, *, backward: bool) -> tuple[int, ...]:
         num_microbatches = -(-self._num_microbatches // (shape.replica_groups * shape.num_rounds))
-        key = backward, num_microbatches, shape.fused, num_stages
+        key = backward, num_microbatches, shape.fused, num_stages, shape.tapered
         if key not in self._cuts:
             calls = self._costs[: len(self._costs) - shape.fused]
             weights = [
@@ -299,7 +308,11 @@ class _Finder:
                 )
                 for call in calls
             ]
-            self._cuts[key] = cut_evenly(weights[::-1] if backward else weights, num_stages)
+            if shape.tapered and num_stages > 1:
+                rest = cut_evenly(weights[:0:-1] if backward else weights[1:], num_stages - 1)
+                self._cuts[key] = (*rest, 1) if backward else (1, *rest)
+            else:
+                self._cuts[key] = cut_evenly(weights[::-1] if backward else weights, num_stages)
         return self._cuts[key]
 
     def _shares(self, replica_groups: int) -> tuple[int, ...] | None:
@@ -346,10 +359,17 @@ class _Finder:
     # Limits
 
     def _fits(self, schedule: Schedule) -> bool:
-        return (
-            worker_bytes(self._costs, schedule.plan) <= self._machine.worker_memory_bytes
-            and host_bytes(self._costs, schedule) <= self._machine.host_memory_bytes
-        )
+        # Without a limit there is nothing to add up, which would take as long as an estimate.
+        plan, on_worker, on_host = schedule.plan, self._machine.worker_memory_bytes, self._machine.host_memory_bytes
+        if on_worker < inf and combined_bytes([self._need(stage) for stage in plan.stages], plan) > on_worker:
+            return False
+        return on_host == inf or host_bytes(self._costs, schedule) <= on_host
+
+    def _need(self, stage: Stage) -> tuple[int, int]:
+        key = stage.kind, stage.start, stage.stop
+        if key not in self._needs:
+            self._needs[key] = stage_bytes(self._costs, stage)
+        return self._needs[key]
 
     def _report_no_fit(self) -> None:
         ones = (1,) * (len(self._costs) - 1)

@@ -69,6 +69,8 @@ def simulate(
             f"`costs` and `machine` must fit the schedule of {schedule.plan.num_calls} calls on {schedule.num_workers}"
             f" workers, but got {len(costs)} calls and {machine.num_workers} workers."
         )
+    if not schedule.plan.num_stages:  # nothing to evaluate
+        return Timeline(schedule.num_workers, [], step_ends=[0.0] * num_steps)
     return _Simulation(schedule, costs, machine, boundary, num_steps, early_recompute, num_slots).run()
 
 

@@ -96,7 +96,7 @@ class Timeline:
         """Seconds of a step in the :attr:`settled_window`."""
         first, last = self._settled_steps
         begin, end = self.settled_window
-        return (end - begin) / (last - first)
+        return (end - begin) / max(1, last - first)
 
     @property
     def settled_window(self) -> tuple[float, float]:

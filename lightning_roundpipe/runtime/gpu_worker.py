@@ -69,7 +69,6 @@ class GpuWorker(Worker):
         self._h2d = torch.cuda.Stream(device)
         self._d2h = torch.cuda.Stream(device)
         self._slots: OrderedDict[int, _Slot] = OrderedDict()
-        self._free: list[tuple[Tensor, torch.cuda.Event]] = []
         self._wanted: set[int] = set()
         self._in_flight: list[tuple[torch.cuda.Event, list[Tensor]]] = []
         self._epoch = self._event(self._compute)
@@ -118,6 +117,10 @@ class GpuWorker(Worker):
 
     # ------------------------------------------------------------------ weights
 
+    def upload_weight(self, parameter: Tensor) -> Tensor:
+        """A new copy of ``parameter`` on this worker."""
+        return self._store.weight(parameter).to(self.device, self._store.dtype_of(parameter))
+
     def weight(self, parameter: Tensor) -> Tensor:
         """This worker's copy of ``parameter``, uploaded if it is not there yet."""
         slot = self._load(self._store.slab(parameter))
@@ -134,7 +137,8 @@ class GpuWorker(Worker):
         if slot is not None:
             self._evict(id(home))
         self._make_room(home.num_bytes)
-        flat = self._allocate(home.num_bytes)
+        with torch.cuda.stream(self._h2d):
+            flat = torch.empty(home.num_bytes, dtype=torch.uint8, device=self.device)
         source = home.slab.flat
         with torch.cuda.stream(self._h2d):
             for start in range(0, home.num_bytes, _CHUNK_BYTES):
@@ -144,34 +148,19 @@ class GpuWorker(Worker):
         self._slots[id(home)] = slot
         return slot
 
-    def _allocate(self, num_bytes: int) -> Tensor:
-        for index, (flat, free) in enumerate(self._free):
-            if flat.numel() == num_bytes:
-                del self._free[index]
-                self._h2d.wait_event(free)
-                return flat
-        with torch.cuda.stream(self._h2d):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
     def _make_room(self, num_bytes: int) -> None:
-        def used() -> int:
-            held = [slot.flat for slot in self._slots.values()] + [flat for flat, _ in self._free]
-            return sum(flat.numel() for flat in held)
-
-        for key in list(self._slots):
-            if used() + num_bytes <= self._budget_bytes:
+        used = sum(slot.home.num_bytes for slot in self._slots.values())
+        for key, slot in list(self._slots.items()):
+            if used + num_bytes <= self._budget_bytes:
                 return
             if key not in self._wanted:
                 self._evict(key)
-                if any(flat.numel() == num_bytes for flat, _ in self._free):
-                    return
-        while self._free and used() + num_bytes > self._budget_bytes:
-            flat, _ = self._free.pop(0)
-            flat.record_stream(self._compute)
+                used -= slot.home.num_bytes
 
     def _evict(self, key: int) -> None:
-        slot = self._slots.pop(key)
-        self._free.append((slot.flat, self._event(self._compute, timing=False)))
+        # The allocator gives the memory away when nothing refers to it (a graph may, until its backward has run), and
+        # when the compute stream is past this point.
+        self._slots.pop(key).flat.record_stream(self._compute)
 
     # ------------------------------------------------------------------ activations
 

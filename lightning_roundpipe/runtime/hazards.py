@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 __all__ = ["switched_off", "uncompiled"]
 
@@ -50,7 +49,7 @@ def uncompiled(root: nn.Module, warn: Callable[[str], None]) -> Iterator[None]:
     for module in root.modules():
         if vars(module).get("_compiled_call_impl") is not None:
             undo.append((module, "_compiled_call_impl", None))
-        elif isinstance(module, OptimizedModule):
+        elif type(module).__name__ == "OptimizedModule":  # Not by class: importing the compiler takes seconds.
             undo.append((module, "forward", module._orig_mod))
     if undo:
         warn("Compiled modules run eagerly under RoundPipeStrategy: weights that are looked up can not be compiled.")

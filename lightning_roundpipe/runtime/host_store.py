@@ -26,6 +26,9 @@ from lightning_roundpipe.runtime.units import Unit
 
 __all__ = ["HostStore", "LandedSum", "UsePlace", "WeightSlab"]
 
+_SAMPLES = 64
+"""Elements by which a write to a frozen parameter is noticed; an update of all of them (a moving average) always is."""
+
 _MIXED_DTYPES_REFUSED = (torch.nn.modules.batchnorm._NormBase, torch.nn.RNNBase)
 """Modules whose operations autocast leaves alone and which do not accept parameters of lower precision than inputs."""
 
@@ -108,7 +111,7 @@ class HostStore:
     _sums: dict[int, tuple[Tensor, list[LandedSum]]] = field(default_factory=dict, init=False)
     _landings: dict[int, list[Slab]] = field(default_factory=dict, init=False)
     _hidden: dict[int, Tensor] = field(default_factory=dict, init=False)
-    _versions: dict[int, int] = field(default_factory=dict, init=False)
+    _fingerprints: dict[int, tuple[int, Tensor]] = field(default_factory=dict, init=False)
 
     # ------------------------------------------------------------------ weights
 
@@ -154,14 +157,21 @@ class HostStore:
     def refresh(self) -> None:
         """Carry the masters into their compute copies, where they may have changed."""
         for home in self._homes():
-            changed = any(parameter.requires_grad for parameter in home.parameters)
+            changed = False
             for parameter in home.parameters:
-                changed |= self._versions.get(id(parameter)) != parameter._version
-                self._versions[id(parameter)] = parameter._version
+                changed |= parameter.requires_grad or self._has_changed(parameter)
             if changed:
                 for parameter, copy in home.copies:
                     copy.copy_(self.weight(parameter))
                 home.version += 1
+
+    def _has_changed(self, parameter: Tensor) -> bool:
+        """Whether a frozen parameter was written to: by its version, or (writes to ``.data`` leave that) by samples."""
+        values = self.weight(parameter).flatten()
+        now = parameter._version, values[:: max(1, values.numel() // _SAMPLES)].clone()
+        before = self._fingerprints.get(id(parameter))
+        self._fingerprints[id(parameter)] = now
+        return before is None or before[0] != now[0] or not torch.equal(before[1], now[1])
 
     def _homes(self) -> list[WeightSlab]:
         return list({id(home): home for home in self._slabs.values()}.values())

@@ -40,6 +40,7 @@ class Resolver(Protocol):
 _threads = threading.local()
 _backward: dict[int, Resolver] = {}
 """By GPU, the micro-batch whose backward runs there: PyTorch does that in threads of its own."""
+_backward_locks: dict[int, threading.RLock] = {}
 
 
 def current_resolver() -> Resolver | None:
@@ -49,9 +50,15 @@ def current_resolver() -> Resolver | None:
     parameters) belongs to the micro-batch whose backward runs on that GPU.
     """
     resolver: Resolver | None = getattr(_threads, "resolver", None)
-    if resolver is None and _backward and threading.get_ident() not in threading._active:  # type: ignore[attr-defined]
+    if resolver is None and _backward and _is_foreign_thread():
         return _backward.get(torch.cuda.current_device())
     return resolver
+
+
+def _is_foreign_thread() -> bool:
+    """Whether Python did not start the calling thread; asking for `threading.current_thread` makes it up a dummy."""
+    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    return thread is None or isinstance(thread, threading._DummyThread)
 
 
 @contextmanager
@@ -60,11 +67,17 @@ def resolving_backward(resolver: Resolver, device: torch.device) -> Iterator[Non
     if device.type != "cuda":  # There the calling thread runs the backward itself.
         yield
         return
-    _backward[device.index] = resolver
-    try:
-        yield
-    finally:
-        _backward.pop(device.index, None)
+    # PyTorch has one backward thread for each GPU; workers that share one take turns.
+    with _backward_locks.setdefault(device.index, threading.RLock()):
+        outer = _backward.get(device.index)
+        _backward[device.index] = resolver
+        try:
+            yield
+        finally:
+            if outer is None:
+                del _backward[device.index]
+            else:
+                _backward[device.index] = outer
 
 
 @contextmanager
@@ -102,8 +115,10 @@ class LookupDict(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         resolver = current_resolver()
         if self.is_buffers and resolver is not None and isinstance(value, Tensor):
+            if name not in self:
+                super().__setitem__(name, value.detach().cpu().clone())  # A new buffer gets a home.
             resolver.assign_buffer(self, name, value)
-        elif resolver is not None and not self.is_buffers and isinstance(value, Tensor):
+        elif resolver is not None and not self.is_buffers and not (value is None and super().get(name) is None):
             raise _replaced(self.owner, name)
         else:
             super().__setitem__(name, value)

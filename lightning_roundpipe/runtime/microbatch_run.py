@@ -186,11 +186,13 @@ class MicroBatchRun:
 
     def parameter(self, host: Tensor) -> Tensor:
         """The running scope's copy of a parameter."""
-        return self._scope.parameter(host)
+        with torch._C.DisableTorchFunction():  # Or our own operations would be watched.
+            return self._scope.parameter(host)
 
     def buffer(self, table: LookupDict, name: str) -> Tensor:
         """The running scope's copy of a buffer."""
-        return self._scope.buffer(table, name)
+        with torch._C.DisableTorchFunction():
+            return self._scope.buffer(table, name)
 
     def assign_buffer(self, table: LookupDict, name: str, value: Tensor) -> None:
         """A buffer is assigned anew in the running scope."""
@@ -199,15 +201,17 @@ class MicroBatchRun:
     def _close(self, scope: Scope, *, learn: bool) -> dict[tuple[int, str], Tensor]:
         """End a scope of a forward pass: carry its buffers home, and see that no parameter was written."""
         # Values are compared in host memory only: on a GPU it would mean to upload everything twice.
-        compare = learn and self._worker.device.type == "cpu"
-        parameter = scope.changed_parameter(compare=compare)
+        compare = (learn and self._worker.device.type == "cpu") or self._observation.data_taken
+        self._observation.data_taken = False
+        with torch._C.DisableTorchFunction():
+            parameter = scope.changed_parameter(compare=compare)
         if parameter is not None:
             raise UnsupportedUseError(
                 f"Parameter {self._step.name_of(parameter)} was changed in place while a step runs. Every micro-batch"
                 " computes with the weights from before the step, so the change would be lost. Change it between steps"
                 " (for example in `on_train_batch_end`); for `nn.Embedding(max_norm=...)`, clip its rows there."
             )
-        with self._step.buffer_lock:
+        with self._step.buffer_lock, torch._C.DisableTorchFunction():
             return scope.write_buffers(self._step.silent_buffers, learn=learn)
 
     # ------------------------------------------------------------------ glue
@@ -332,7 +336,7 @@ class MicroBatchRun:
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in arguments]
         args, kwargs = structure.unflatten(arguments)
         with torch.set_grad_enabled(with_graph), record.autocast.entered():
-            result = self._run(traits, lambda: forward(*args, **kwargs), scope, number, keeps_graph=keeps_graph)
+            result = self._run(traits, lambda: forward(*args, **kwargs), scope, number)
         self._check_arguments(traits, (args, kwargs), arguments, versions, learning=learning)
         record.buffers_before = self._close(scope, learn=learning)
         self._records.append(record)
@@ -388,25 +392,16 @@ class MicroBatchRun:
             if names := hidden_tensors(leaf, matters):
                 raise UnsupportedUseError(
                     f"Unit {unit} {did} an object of class {type(leaf).__name__} that holds tensors"
-                    f" ({', '.join(names)}) in training. Gradients can not pass through it. Use tensors, tuples, lists, dicts or dataclasses,"
-                    " or register the class with `torch.utils._pytree.register_pytree_node`."
+                    f" ({', '.join(names)}) in training. Gradients can not pass through it. Use tensors, tuples, lists,"
+                    " dicts or dataclasses, or register the class with `torch.utils._pytree.register_pytree_node`."
                 )
 
     # ------------------------------------------------------------------ running a unit's own code
 
-    def _run(
-        self, traits: UnitTraits, code: Callable[[], Any], scope: Scope, number: int, *, keeps_graph: bool = False
-    ) -> Any:
+    def _run(self, traits: UnitTraits, code: Callable[[], Any], scope: Scope, number: int) -> Any:
         """Run ``code`` of a unit as call ``number``: seeded, with its lookups in ``scope``.
 
         What it does besides returning a value is learned the first time, for each mode in which the unit runs.
-
-        Args:
-            traits: of the unit.
-            code: what to run.
-            scope: where its lookups go.
-            number: seeds its randomness.
-            keeps_graph: whether it can not simply run once more, should it turn out to draw random numbers.
         """
         step, unit, device = self._step, traits.unit, self._worker.device
         mode = traits.mode
@@ -425,29 +420,18 @@ class MicroBatchRun:
                 substitution = ParameterSubstitution(step.parameters, self.parameter)
                 stack.enter_context(substitution)
             attributes = Attributes(unit.module) if learning or traits.changes_attributes else None
-            turn, states = step.user_lock.quiet_turn(), generator_states(device)
+            states = generator_states(device) if learning else []
             outer, self._scope = self._scope, scope
             try:
                 result = code()
             finally:
                 self._scope = outer
-            drawn = tuple(old != new for old, new in zip(states, generator_states(device), strict=True))
             if learning:
-                traits.draws[mode] = drawn
+                after = generator_states(device)
+                traits.draws[mode] = tuple(old != new for old, new in zip(states, after, strict=True))
                 traits.hides_parameters |= substitution is not None and substitution.found
             if attributes is not None:
                 self._tidy(traits, attributes)
-            if learning:
-                return result
-        if not locked and step.must_lock(drawn) and turn is not None and step.user_lock.quiet_turn() == turn:
-            # It draws after all: nobody else can have drawn meanwhile.
-            traits.draws[mode] = drawn
-            if keeps_graph or torch.is_grad_enabled():
-                raise UnsupportedUseError(
-                    f"Unit {unit} drew random numbers, which it had not done in its first call. Let it draw always, or"
-                    " switch it by `module.training` or by the probability `p` of a dropout module."
-                )
-            return self._run(traits, code, scope, number)
         return result
 
     def _tidy(self, traits: UnitTraits, attributes: Attributes) -> None:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from lightning_roundpipe.exceptions import UnsupportedUseError
@@ -34,6 +34,8 @@ class ParameterSubstitution(TorchFunctionMode):
 
     Attributes:
         found: whether a parameter was replaced.
+        data_taken: whether the ``data`` of a parameter was asked for, through which it could be written without a
+        trace.
     """
 
     def __init__(self, parameters: Iterable[Tensor], lookup: Callable[[Tensor], Tensor]) -> None:
@@ -41,14 +43,26 @@ class ParameterSubstitution(TorchFunctionMode):
         self._parameters = {id(parameter) for parameter in parameters}
         self._lookup = lookup
         self.found = False
+        self.data_taken = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        getter = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else None
-        if getter is not None and getter.__name__ not in _TENSOR_PROPERTIES:
-            return func(*args, **kwargs)  # Metadata: the host's is as good.
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__  # type: ignore[attr-defined]
+            if name not in _TENSOR_PROPERTIES:
+                return func(*args, **kwargs)  # Metadata: the host's is as good.
+            self.data_taken |= name == "data" and isinstance(args[0], nn.Parameter)
+        elif name in ("__set__", "requires_grad_") and id(args[0]) in self._parameters:
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+            if name in ("data", "requires_grad", "requires_grad_"):
+                raise UnsupportedUseError(
+                    f"`{name}` of a parameter was set while a step runs, by one of several micro-batches. Freeze,"
+                    " unfreeze and replace weights between steps (for example in `on_train_batch_start`)."
+                )
+            return func(*args, **kwargs)
         arguments = [self._substitute(argument) for argument in args]
         return func(*arguments, **{name: self._substitute(value) for name, value in kwargs.items()})
 

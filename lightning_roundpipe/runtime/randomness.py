@@ -5,6 +5,7 @@ seed, step, micro-batch, place). Recomputation therefore repeats the same dropou
 do not depend on how many workers there are or how they interleave.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +14,10 @@ import torch
 __all__ = ["counted_seed", "generator_states", "preserved_generators", "seed_generators"]
 
 _MASK = 2**64 - 1
+
+# [Note: Generator deadlock] PyTorch reads a generator's state with the generator's mutex held and may then wait for the interpreter lock, which
+# another thread holds while it waits for the mutex. One thread at a time may ask.
+_lock = threading.Lock()
 
 
 def counted_seed(*counters: int) -> int:
@@ -38,22 +43,26 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the default generators from which code on ``device`` draws: the host's and the device's own."""
-    for generator in _generators(device):
-        generator.manual_seed(seed)
+    with _lock:
+        for generator in _generators(device):
+            generator.manual_seed(seed)
 
 
 def generator_states(device: torch.device) -> list[bytes]:
     """The states of those generators, to compare."""
-    return [generator.get_state().numpy().tobytes() for generator in _generators(device)]
+    with _lock:
+        return [generator.get_state().numpy().tobytes() for generator in _generators(device)]
 
 
 @contextmanager
 def preserved_generators(devices: Sequence[torch.device]) -> Iterator[None]:
     """Leave the default generators as they were: data loaders and user code go on drawing from them as ever."""
     generators = {id(generator): generator for device in devices for generator in _generators(device)}
-    states = [(generator, generator.get_state()) for generator in generators.values()]
+    with _lock:
+        states = [(generator, generator.get_state()) for generator in generators.values()]
     try:
         yield
     finally:
-        for generator, state in states:
-            generator.set_state(state)
+        with _lock:
+            for generator, state in states:
+                generator.set_state(state)

@@ -51,38 +51,6 @@ class Abort:
             self.requested = True
 
 
-class UserLock:
-    """The lock that is held while user code runs; see [Note: User lock] in `microbatch_run`.
-
-    Attributes:
-        turns: how often it was acquired.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.turns = 0
-
-    def acquire(self) -> None:
-        """Wait for the lock."""
-        self._lock.acquire()
-        self.turns += 1
-
-    def release(self) -> None:
-        """Give the lock back."""
-        self._lock.release()
-
-    def quiet_turn(self) -> int | None:
-        """A number that stays the same while nobody acquires the lock; None if somebody holds it now."""
-        turns = self.turns
-        return None if self._lock.locked() else turns
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-
 @dataclass(eq=False)
 class Step:
     """One step, or that part of it whose micro-batches run together.
@@ -119,7 +87,7 @@ class Step:
     warn: Callable[[str, str], None]
     on_glue: Callable[[torch.device], None]
     name_of: Callable[[Tensor], str]
-    user_lock: UserLock = field(default_factory=UserLock)
+    user_lock: threading.Lock = field(default_factory=threading.Lock)
     buffer_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:

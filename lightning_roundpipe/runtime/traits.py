@@ -119,9 +119,9 @@ class Attributes:
                 continue
             value.clear()
             if isinstance(value, dict):
-                value.update((key, item) for key, (item,) in contents)
+                value.update((_original(key), item) for key, (item,) in contents)
             elif isinstance(value, set):
-                value.update(key for key, _ in contents)
+                value.update(_original(key) for key, _ in contents)
             else:
                 value.extend(item for _, (item,) in contents)
 
@@ -145,11 +145,19 @@ class _Same(tuple[Any]):
     __hash__ = None  # type: ignore[assignment]
 
 
+def _original(key: Any) -> Any:
+    return key[0] if isinstance(key, _Same) else key
+
+
+def _comparable(key: Any) -> Any:
+    return _Same((key,)) if isinstance(key, Tensor) else key
+
+
 def _contents(container: Any) -> list[tuple[Any, _Same]]:
     if isinstance(container, dict):
-        return [(key, _Same((value,))) for key, value in container.items()]
+        return [(_comparable(key), _Same((value,))) for key, value in container.items()]
     if isinstance(container, set):
-        return [(value, _Same((None,))) for value in container]
+        return [(_comparable(value), _Same((None,))) for value in container]
     return [(index, _Same((value,))) for index, value in enumerate(container)]
 
 

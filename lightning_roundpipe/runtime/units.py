@@ -153,4 +153,4 @@ def _is_atomic(module: nn.Module) -> bool:
     computed = getattr(module, "parametrizations", None) if parametrize.is_parametrized(module) else None
     own = computed is not None or any(parameter is not None for parameter in module._parameters.values())
     leaf = not any(_has_parameters(child) for child in module.children() if child is not computed)
-    return own and (leaf or type(module).__module__.startswith("torch.nn."))
+    return own and (leaf or parametrize.type_before_parametrizations(module).__module__.startswith("torch.nn."))

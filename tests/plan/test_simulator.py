@@ -130,6 +130,11 @@ def test_synchronous_steps_are_all_alike():
     assert three.step_ends == pytest.approx([one.makespan * step for step in (1, 2, 3)])
 
 
+def test_nothing_to_evaluate_takes_no_time():
+    timeline = simulate(Schedule(Plan(()), 2, 2), [], Machine(num_workers=2))
+    assert (timeline.makespan, timeline.step_time, timeline.bubble().total) == (0, 0, 0)
+
+
 def test_a_machine_that_does_not_fit_is_refused():
     with pytest.raises(PlanError, match="must fit the schedule of 2 calls on 2 workers, but got 1 calls and 2 workers"):
         simulate(Schedule(Plan((1,), 1, (1,)), 2, 2), [call()], Machine(num_workers=2))
