@@ -3,8 +3,8 @@
     python benchmarks/step.py --model qwen3-1.7b --system roundpipe --micro-batches 4 --memory-gib 24
     python benchmarks/step.py --model qwen3-1.7b --system in-memory
 
-Models are built from a configuration with random weights; tokens are random. ``in-memory`` trains with everything on the
-GPU, bf16 weights and a fused optimizer there, and recomputes each layer: what streaming is compared with.
+Models are built from a configuration with random weights; tokens are random. ``in-memory`` trains with everything on
+the GPU, bf16 weights and a fused optimizer there, and recomputes each layer: what streaming is compared with.
 """
 
 import argparse

@@ -15,8 +15,8 @@ __all__ = ["counted_seed", "generator_states", "preserved_generators", "seed_gen
 
 _MASK = 2**64 - 1
 
-# [Note: Generator deadlock] PyTorch reads a generator's state with the generator's mutex held and may then wait for the interpreter lock, which
-# another thread holds while it waits for the mutex. One thread at a time may ask.
+# [Note: Generator deadlock] PyTorch reads a generator's state with the generator's mutex held and may then wait for the
+# interpreter lock, which another thread holds while it waits for the mutex. One thread at a time may ask.
 _lock = threading.Lock()
 
 

@@ -98,7 +98,6 @@ def test_units_by_structure(structure: str) -> None:
     assert names(build()) == expected
 
 
-@pytest.mark.xfail(reason="the class that torch makes for it counts as one of torch's own layers")
 def test_a_parametrized_container_is_still_cut_into_its_blocks() -> None:
     model = Wrapper(encoder=Wrapper(loose=True, h=nn.ModuleList([Block(4), Block(4)])))
     parametrize.register_parametrization(model.encoder, "loose", nn.Identity())
