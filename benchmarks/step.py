@@ -102,20 +102,58 @@ class RandomTokens(Dataset[Tensor]):
 class StepClock(L.Callback):
     """Time from the end of one batch to the end of the next, with everything that Lightning does in between."""
 
-    def __init__(self) -> None:
+    def __init__(self, profiled_step: int | None = None) -> None:
+        self.profiled_step = profiled_step
+        self.profiler: Any = None
         self.ends: list[float] = []
         self.losses: list[float] = []
         self.parts: list[dict[str, float]] = []
 
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.profiled_step:
+            activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+            self.profiler = torch.profiler.profile(activities=activities)
+            self.profiler.__enter__()
+
+    def profile_summary(self) -> dict[str, Any]:
+        """Of the profiled step: share of the time without a kernel, and the kernels that took longest, in ms."""
+        if self.profiler is None:
+            return {}
+        events = [e for e in self.profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = sorted((e.time_range.start, e.time_range.end, e.name) for e in events if "Mem" not in e.name)
+        copies = sum(e.time_range.end - e.time_range.start for e in events if "Mem" in e.name)
+        busy, reach = 0.0, kernels[0][0]
+        for start, stop, _ in kernels:
+            busy += max(0.0, stop - max(start, reach))
+            reach = max(reach, stop)
+        window = reach - kernels[0][0]
+        by_name: dict[str, float] = {}
+        for start, stop, name in kernels:
+            by_name[name[:60]] = by_name.get(name[:60], 0.0) + (stop - start) / 1000
+        longest = sorted(by_name.items(), key=lambda item: -item[1])[:14]
+        return {
+            "kernel_ms": round(busy / 1000, 1), "kernel_window_ms": round(window / 1000, 1),
+            "copies_ms": round(copies / 1000, 1), "kernels": len(kernels),
+            "longest": {name: round(ms, 1) for name, ms in longest},
+        }  # fmt: skip
+
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        if self.profiler is not None and len(self.ends) == self.profiled_step:
+            self.profiler.__exit__(None, None, None)
         self.ends.append(time.perf_counter())
         self.losses.append(float(outputs["loss"]))
         stats = getattr(trainer.strategy, "step_stats", None)
         if stats is not None:
             self.parts.append(
-                {"run_s": stats.stop_s - stats.start_s, "busy_s": sum(stats.busy_s), "window_s": stats.window_s}
+                {
+                    "run_s": stats.stop_s - stats.start_s,
+                    "busy_s": sum(stats.busy_s),
+                    "window_s": stats.window_s,
+                    "update_s": stats.update_s,
+                    "update_exposed_s": stats.update_exposed_s,
+                }
             )
 
 
@@ -135,9 +173,13 @@ class PlannedStrategy(RoundPipeStrategy):
 
 
 def run_roundpipe(args: argparse.Namespace) -> dict[str, Any]:
-    strategy = PlannedStrategy(num_microbatches=args.micro_batches, workers_per_device=args.workers_per_device)
+    strategy = PlannedStrategy(
+        num_microbatches=args.micro_batches,
+        workers_per_device=args.workers_per_device,
+        optimizer_overlap=args.overlap,
+    )
     strategy.plan = args.plan
-    clock = StepClock()
+    clock = StepClock(profiled_step=args.warmup if args.profile else None)
     lora = args.model.endswith("lora")
     plugins = [] if lora else [RoundPipePrecision("bf16-mixed", half_weights=True)]
     trainer = L.Trainer(
@@ -149,7 +191,8 @@ def run_roundpipe(args: argparse.Namespace) -> dict[str, Any]:
     trainer.fit(LanguageModel(args.model, "cpu"), loader(args))
     parts = clock.parts[args.warmup :]
     medians = {name: round(statistics.median(part[name] for part in parts), 4) for name in parts[0]}
-    return summary(args, clock) | medians | {"plan": str(strategy.step_stats.schedule.plan)}
+    plan = {"overlap": args.overlap, "plan": str(strategy.step_stats.schedule.plan)}
+    return summary(args, clock) | medians | plan | clock.profile_summary()
 
 
 def run_in_memory(args: argparse.Namespace) -> dict[str, Any]:
@@ -204,6 +247,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--memory-gib", type=float, default=0.0, help="cap of the allocator; 0 for none")
     parser.add_argument("--workers-per-device", type=int, default=1)
+    parser.add_argument("--overlap", choices=["off", "exact"], default="off")
+    parser.add_argument("--profile", action="store_true", help="profile the first step after the warm-up")
     parser.add_argument("--plan", help="calls in forward stages | fused stage and backward stages, e.g. 10-10|10-8-8-4")
     args = parser.parse_args()
     warnings.simplefilter("ignore")

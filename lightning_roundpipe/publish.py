@@ -17,10 +17,16 @@ __all__ = ["publish_gradients"]
 class _Publish(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, scale: float, gradients: Sequence[tuple[Tensor, Tensor]], *parameters: Tensor
+        ctx: Any,
+        loss: Tensor,
+        scale: float,
+        gradients: Sequence[tuple[Tensor, Tensor]],
+        final: Sequence[tuple[Tensor, Tensor]],
+        *parameters: Tensor,
     ) -> Tensor:
         ctx.scale = scale
         ctx.gradients = gradients
+        ctx.final = final
         return loss.clone()
 
     @staticmethod
@@ -33,7 +39,10 @@ class _Publish(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         factor = grad_loss.item() / ctx.scale
         with torch.no_grad():
-            return None, None, None, *(_publish(parameter, gradient, factor) for parameter, gradient in gradients)
+            for parameter, gradient in ctx.final:
+                parameter.grad = gradient
+            published = [_publish(parameter, gradient, factor) for parameter, gradient in gradients]
+        return None, None, None, None, *published, *[None] * len(ctx.final)
 
 
 def _publish(parameter: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
@@ -48,20 +57,26 @@ def _publish(parameter: Tensor, gradient: Tensor, factor: float) -> Tensor | Non
     return None
 
 
-def publish_gradients(loss: Tensor, gradients: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+def publish_gradients(
+    loss: Tensor,
+    gradients: Sequence[tuple[Tensor, Tensor]],
+    scale: float,
+    final: Sequence[tuple[Tensor, Tensor]] = (),
+) -> Tensor:
     """Attach finished gradients to a loss.
 
     Args:
         loss: scalar, without a graph.
         gradients: parameters and the gradient of ``scale * loss`` for each.
         scale: see there.
+        final: parameters whose ``.grad`` becomes the given gradient as it is, because they were updated with it.
 
     Returns:
         The loss, requiring grad. ``(k * loss).backward()`` adds ``k / scale`` times each gradient to its parameter's; a
         second backward raises `RuntimeError`.
     """
-    parameters = [parameter for parameter, _ in gradients]
+    parameters = [parameter for parameter, _ in [*gradients, *final]]
     if not parameters:
         return loss.clone().requires_grad_()
-    published: Tensor = _Publish.apply(loss, scale, gradients, *parameters)  # type: ignore[no-untyped-call]
+    published: Tensor = _Publish.apply(loss, scale, gradients, final, *parameters)  # type: ignore[no-untyped-call]
     return published

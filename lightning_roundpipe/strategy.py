@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_roundpipe.overlap import hooks_between_steps, reason_against_overlap
 from lightning_roundpipe.plan.partition import balanced_evaluation_plan, balanced_plan
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.publish import publish_gradients
@@ -27,9 +28,11 @@ from lightning_roundpipe.runtime.executor import Executor, StepResult
 from lightning_roundpipe.runtime.hazards import switched_off
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
 from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObjective, LossWeight
+from lightning_roundpipe.runtime.partial_step import PartialStepper
 from lightning_roundpipe.runtime.randomness import counted_seed
 from lightning_roundpipe.runtime.stats import StepStats
 from lightning_roundpipe.runtime.units import find_units
+from lightning_roundpipe.runtime.updater import UpdateRequest
 from lightning_roundpipe.runtime.worker import Worker
 from lightning_roundpipe.step_log import StepLog
 
@@ -65,6 +68,10 @@ class RoundPipeStrategy(ParallelStrategy):
             are not ignored (-100); ``"auto"``, tokens if the batch has labels of which some are ignored, else samples;
             or a function of a micro-batch, or its dotted import path, that returns a weight.
         optimizer_overlap: ``"off"``: the optimizer steps when all gradients are complete, as in a plain Trainer.
+            ``"exact"``: each parameter is updated in the background as soon as its own gradient is, while the backward
+            pass goes on; the same numbers. Where something needs all gradients before the update (clipping, loss
+            scaling, hooks that look at gradients, optimizers that can not step in parts) that is said once in the log,
+            and the optimizer steps afterwards.
         workers_per_device: number of workers that share each device.
         split_rules: how to split named parts of a batch whose shape does not tell: key or path (patterns allowed) to
             the dim to split on, or ``"replicate"``.
@@ -102,14 +109,15 @@ class RoundPipeStrategy(ParallelStrategy):
             raise ValueError(f"`workers_per_device` must be at least 1, but got {workers_per_device!r}.")
         if not 0 < gpu_memory_limit <= 1:
             raise ValueError(f"`gpu_memory_limit` must be above 0 and at most 1, but got {gpu_memory_limit!r}.")
-        if optimizer_overlap != "off":
-            raise ValueError(f"`optimizer_overlap` must be 'off', but got {optimizer_overlap!r}.")
+        if optimizer_overlap not in ("off", "exact"):
+            raise ValueError(f"`optimizer_overlap` must be 'off' or 'exact', but got {optimizer_overlap!r}.")
         if units != "auto" and not units:
             raise ValueError(f"`units` must be 'auto' or name at least one module, but got {units!r}.")
         self._num_microbatches = num_microbatches
         self._units = units
         self._loss_weight = _resolve_loss_weight(loss_weight)
         self._optimizer_overlap = optimizer_overlap
+        self._update: UpdateRequest | None = None
         self._workers_per_device = workers_per_device
         self._gpu_memory_limit = gpu_memory_limit
         self._split_rules = dict(split_rules or {})
@@ -119,6 +127,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._labels_shifted: bool | None = None
         self._base_seed: int | None = None
         self._step_stats: StepStats | None = None
+        self._told: set[str] = set()
         self._model_signature: tuple[tuple[int, bool], ...] = ()
         self.poison_masters = False
 
@@ -364,11 +373,38 @@ class RoundPipeStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ when weights may change between steps
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step as ever; the workers' copies are then out of date."""
+        """Step as ever, or parameter by parameter while the closure runs.
+
+        Raises:
+            BaseException: what the closure or the optimizer raised.
+        """
+        if self._optimizer_overlap == "exact":
+            reason = reason_against_overlap(self._module, optimizer, self.precision_plugin)
+            if reason is None:
+                return self._step_in_parts(optimizer, closure)
+            if reason not in self._told:
+                self._told.add(reason)
+                rank_zero_info(f"The optimizer steps after the backward pass, not along with it, because {reason}.")
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._weights_may_change()
+
+    def _step_in_parts(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+        trainer = self._module.trainer
+        accumulated = trainer.accumulate_grad_batches
+        stepper = PartialStepper(optimizer)
+        fresh = trainer.fit_loop.batch_idx % accumulated == 0
+        self._update = UpdateRequest(stepper, 1 / accumulated, fresh=fresh)
+        try:
+            # What `optimizer.step(closure)` of the precision plugin calls first: the closure, then the hooks.
+            result = self.precision_plugin._wrap_closure(self._module, optimizer, closure)
+        finally:
+            self._update = None
+            if hooks_between_steps(self._module):
+                self._weights_may_change()
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # For the schedulers, which patch `step` to see it.
+        return result
 
     def on_train_start(self) -> None:
         """Hooks may have changed weights."""
@@ -431,7 +467,7 @@ class RoundPipeStrategy(ParallelStrategy):
             return None
         total = torch.stack([loss.double().reshape(()) * share for loss, share in counted]).sum()
         dtype = torch.promote_types(counted[0][0].dtype, torch.float32)
-        loss = publish_gradients(total.to(dtype), result.gradients, scale)
+        loss = publish_gradients(total.to(dtype), result.gradients, scale, final=result.updated)
         if not isinstance(result.outputs[0], Mapping) and not any(isinstance(out, Mapping) for out in result.outputs):
             return loss
         outputs = merge(result.outputs, shares, [micro_batch.num_samples for micro_batch in micro_batches])
@@ -506,6 +542,7 @@ class RoundPipeStrategy(ParallelStrategy):
                 trains=trains,
                 seed=self._seed(kind, rest),
                 overwrites_grad=trains and self._grad_is_spent(),
+                update=self._update if trains else None,
             )
         self._labels_shifted = objective.labels_shifted
         self._step_stats = result.stats

@@ -158,9 +158,9 @@ class Scope:
                 self.worker.accumulate(parameter, self.place, gradient)
 
     @property
-    def has_trainable(self) -> bool:
-        """Whether a leaf that requires grad was handed out."""
-        return any(leaf.requires_grad for _, leaf, _ in self._leaves.values())
+    def trainable(self) -> list[Tensor]:
+        """Host parameters of which a leaf that requires grad was handed out."""
+        return [host for host, leaf, _ in self._leaves.values() if leaf.requires_grad]
 
 
 def _version(tensor: Tensor) -> int:
@@ -251,6 +251,7 @@ class CallRecord:
         outputs: of a call whose graph is kept, the differentiable outputs.
         output_grads: for each differentiable output, the gradient collected by the border node so far.
         buffers_before: values of buffers which the call changed, from before.
+        trainable: host parameters that may get a gradient from it.
         ready: whether gradients may come, that is, whether `training_step` has returned.
     """
 
@@ -269,6 +270,7 @@ class CallRecord:
     outputs: list[Tensor] = field(default_factory=list)
     output_grads: list[Tensor | None] = field(default_factory=list)
     buffers_before: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    trainable: list[Tensor] = field(default_factory=list)
     ready: bool = False
 
     @property

@@ -24,6 +24,8 @@ from lightning_roundpipe.runtime.step import Abort, Objective, Step, StepFunctio
 from lightning_roundpipe.runtime.thread_state import ThreadState
 from lightning_roundpipe.runtime.traits import UnitTraits, unguard
 from lightning_roundpipe.runtime.units import Unit
+from lightning_roundpipe.runtime.updater import Updater, UpdateRequest
+from lightning_roundpipe.runtime.uses import UseCounter
 from lightning_roundpipe.runtime.worker import Worker
 
 __all__ = ["Executor", "StepResult"]
@@ -44,12 +46,14 @@ class StepResult:
         outputs: the step function's output for each micro-batch, detached, in host memory.
         losses: the loss of each micro-batch (None where the output holds none); empty if the step only evaluated.
         gradients: parameters and their gradients, summed over the micro-batches.
+        updated: parameters that were updated already, with the complete gradients that were used.
         stats: what it took.
     """
 
     outputs: list[Any]
     losses: list[Tensor | None]
     gradients: list[tuple[Tensor, Tensor]]
+    updated: list[tuple[Tensor, Tensor]]
     stats: StepStats
 
 
@@ -110,7 +114,7 @@ class Executor:
         return worker
 
     def invalidate(self) -> None:
-        """Declare that weights or buffers may have changed since the last step."""
+        """Declare that weights or buffers may have changed since the last step, in whatever way."""
         self._stale = True
 
     def close(self) -> None:
@@ -129,6 +133,7 @@ class Executor:
         trains: bool,
         seed: int,
         overwrites_grad: bool = False,
+        update: UpdateRequest | None = None,
     ) -> StepResult:
         """Run one step and wait for its end.
 
@@ -140,11 +145,11 @@ class Executor:
             trains: whether to run the backward, too.
             seed: base of all randomness of the step.
             overwrites_grad: whether the parameters' ``.grad`` is of no use any more when the new gradients land.
+            update: the optimizer step to take meanwhile, parameter by parameter.
 
         Raises:
             BaseException: the first error of any micro-batch, after all threads have ended, unchanged but for a note
-            that
-                names unit, stage, micro-batch and worker; or `KeyboardInterrupt` of the calling thread.
+                that names unit, stage, micro-batch and worker; or `KeyboardInterrupt` of the calling thread.
         """
         start = time.perf_counter()
         count = len(num_samples)
@@ -153,6 +158,8 @@ class Executor:
         parameters = list(self.root.parameters())
         learned = self._orders.get(kind)
         probed = learned is None
+        uses = UseCounter(count) if update is not None else None
+        updater = Updater(update, self.store) if update is not None else None
 
         def make_step(schedule: Schedule, order: tuple[int, ...]) -> Step:
             return Step(
@@ -169,6 +176,7 @@ class Executor:
                 abort=abort,
                 warn=self.warn_once,
                 on_glue=self.on_glue,
+                uses=uses,
                 name_of=self._name_of,
             )
 
@@ -178,10 +186,14 @@ class Executor:
             stack.enter_context(preserved_generators(self.devices))
             stack.enter_context(uncompiled(self.root, self.warn_once))
             stack.enter_context(installed(self.root, self.units))
-            stack.enter_context(self._guarded_grads(parameters))
+            stack.enter_context(self._guarded_grads(parameters, updater))
             if self.poison_masters:
                 stack.enter_context(self.store.poisoned(parameters))
             self._prepare(overwrites_grad)
+            if updater is not None:
+                self.store.uses, self.store.on_complete = uses, updater.submit
+                stack.callback(updater.abandon)
+                updater.start()
             if learned is None:
                 first = make_step(Schedule(Plan((), 0), len(self.workers), 1), ())
                 runs = [MicroBatchRun(first, 0, None)]
@@ -197,6 +209,8 @@ class Executor:
                 self._relearn(kind, rest, trains)
             for worker in self.workers:
                 worker.land()
+            if updater is not None:
+                updater.finish()
             gradients = self.store.collect()
             for worker in self.workers:
                 worker.synchronize()
@@ -206,6 +220,8 @@ class Executor:
             start_s=start,
             stop_s=time.perf_counter(),
             probed=probed,
+            update_s=updater.update_s if updater is not None else 0.0,
+            update_exposed_s=updater.exposed_s if updater is not None else 0.0,
             spans=tuple(
                 TicketSpan(worker.index, stage.index, stage.kind, run.index, worker.seconds(begin), worker.seconds(end))
                 for run in runs
@@ -216,11 +232,12 @@ class Executor:
             outputs=[run.output for run in runs],
             losses=[run.loss for run in runs] if trains else [],
             gradients=gradients,
+            updated=updater.updated if updater is not None else [],
             stats=stats,
         )
 
     @contextmanager
-    def _guarded_grads(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+    def _guarded_grads(self, parameters: Sequence[Tensor], updater: Updater | None) -> Iterator[None]:
         """See that no gradient went straight to a host parameter, where `zero_grad` would wipe it out.
 
         Raises:
@@ -230,10 +247,11 @@ class Executor:
             (parameter.grad, parameter.grad._version if parameter.grad is not None else 0) for parameter in parameters
         ]
         yield
+        updated = {id(parameter) for parameter, _ in updater.updated} if updater is not None else set()
         for parameter, (gradient, version) in zip(parameters, before, strict=True):
             if parameter.grad is None or (parameter.grad is gradient and gradient._version == version):
                 continue
-            if not self.store.owns(parameter.grad):
+            if id(parameter) not in updated and not self.store.owns(parameter.grad):
                 raise UnsupportedUseError(
                     f"Parameter {self._name_of(parameter)} was reached in a unit without being looked up on its module,"
                     " which had not happened in the unit's first call: the gradient would be lost. Reach it as"
@@ -245,8 +263,8 @@ class Executor:
         return f"`{next(names, 'of shape ' + str(list(parameter.shape)))}`"
 
     def _prepare(self, overwrites_grad: bool) -> None:
+        self.store.refresh(everything=self._stale)
         if self._stale:
-            self.store.refresh()
             for worker in self.workers:
                 worker.invalidate()
             self._stale = False

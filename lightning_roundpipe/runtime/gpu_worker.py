@@ -201,7 +201,6 @@ class GpuWorker(Worker):
         for (key, place), (parameter, total) in sorted(self._sums.items(), key=lambda item: item[0][1], reverse=True):
             known = totals.get((key, place.group))
             totals[key, place.group] = parameter, place, total if known is None else known[2] + total
-        self._sums.clear()
         ready = []
         for parameter, place, total in totals.values():
             for landed in self._store.take_landed(parameter, place.group):
@@ -221,6 +220,7 @@ class GpuWorker(Worker):
         event = self._hold([total for _, _, total in ready])
         for (parameter, place, _), landing in zip(ready, landings, strict=True):
             self._store.land(parameter, place, landing, event)
+        self._close_sums()
 
     def _bring_back(self, landed: LandedSum) -> Tensor:
         if landed.event is not None:

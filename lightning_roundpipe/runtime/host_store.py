@@ -13,7 +13,7 @@ order: the bits of the result do not depend on which worker finished first, or o
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.slab import Slab
 from lightning_roundpipe.runtime.units import Unit
+from lightning_roundpipe.runtime.uses import UseCounter
 
 __all__ = ["HostStore", "LandedSum", "UsePlace", "WeightSlab"]
 
@@ -111,6 +112,8 @@ class HostStore:
     _sums: dict[int, tuple[Tensor, list[LandedSum]]] = field(default_factory=dict, init=False)
     _landings: dict[int, list[Slab]] = field(default_factory=dict, init=False)
     _hidden: dict[int, Tensor] = field(default_factory=dict, init=False)
+    uses: UseCounter | None = field(default=None, init=False)
+    on_complete: Callable[[Tensor], None] | None = field(default=None, init=False)
     _fingerprints: dict[int, tuple[int, Tensor]] = field(default_factory=dict, init=False)
 
     # ------------------------------------------------------------------ weights
@@ -154,16 +157,33 @@ class HostStore:
         """The slab from which ``parameter`` is uploaded."""
         return self._slabs[id(parameter)]
 
-    def refresh(self) -> None:
-        """Carry the masters into their compute copies, where they may have changed."""
+    def refresh(self, *, everything: bool) -> None:
+        """Carry the masters into their compute copies, where they have changed.
+
+        Args:
+            everything: take every trainable parameter for changed; otherwise changes are noticed as those of frozen
+                ones are, by samples.
+        """
         for home in self._homes():
             changed = False
             for parameter in home.parameters:
-                changed |= parameter.requires_grad or self._has_changed(parameter)
+                changed |= self._has_changed(parameter) or (everything and parameter.requires_grad)
             if changed:
                 for parameter, copy in home.copies:
                     copy.copy_(self.weight(parameter))
                 home.version += 1
+
+    def refresh_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Carry parameters that were just updated into their compute copies."""
+        wanted = {id(parameter) for parameter in parameters}
+        for home in {id(home): home for key in wanted if (home := self._slabs.get(key)) is not None}.values():
+            for parameter, copy in home.copies:
+                if id(parameter) in wanted:
+                    copy.copy_(parameter.detach())
+            for parameter in home.parameters:
+                if id(parameter) in wanted:
+                    self._has_changed(parameter)
+            home.version += 1
 
     def _has_changed(self, parameter: Tensor) -> bool:
         """Whether a frozen parameter was written to: by its version, or (writes to ``.data`` leave that) by samples."""
@@ -197,6 +217,38 @@ class HostStore:
         """Give the sum for one place, in host memory; it has arrived when ``event`` is passed."""
         with self._lock:
             self._sums.setdefault(id(parameter), (parameter, []))[1].append(LandedSum(place, gradient, event))
+
+    def open_sum(self, parameter: Tensor) -> None:
+        """A worker starts to sum a gradient."""
+        if self.uses is not None:
+            self.uses.add([parameter])
+
+    def close_sums(self, parameters: Sequence[Tensor]) -> None:
+        """Those sums have landed; tell if that completes a gradient."""
+        if self.uses is None or self.on_complete is None:
+            return
+        self.uses.remove(parameters)
+        for parameter in {id(parameter): parameter for parameter in parameters}.values():
+            if self.uses.is_complete(parameter):
+                self.on_complete(parameter)
+
+    def take_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Wait for all of one parameter's gradient and take it; None if there is none."""
+        with self._lock:
+            _, sums = self._sums.pop(id(parameter), (parameter, []))
+            for key in [key for key in self._partials if key[0] == id(parameter)]:
+                sums.append(LandedSum(key[1], self._partials.pop(key)[1]))
+        return self._total(parameter, sums)
+
+    @staticmethod
+    def _total(parameter: Tensor, sums: list[LandedSum]) -> Tensor | None:
+        # Added up from the last use to the first, as a backward pass meets them.
+        total: Tensor | None = None
+        for landed in sorted(sums, key=lambda landed: landed.place, reverse=True):
+            if landed.event is not None:
+                landed.event.synchronize()
+            total = landed.gradient if total is None else total + landed.gradient
+        return None if total is None else total.to(parameter.dtype)
 
     def take_landed(self, parameter: Tensor, group: int) -> list[LandedSum]:
         """Take back what later places of the same replica group have landed, to add it up elsewhere."""
@@ -239,20 +291,10 @@ class HostStore:
             Pairs of parameter and gradient, in the parameter's shape and dtype.
         """
         with self._lock:
-            for (key, place), (parameter, gradient) in self._partials.items():
-                self._sums.setdefault(key, (parameter, []))[1].append(LandedSum(place, gradient))
-            gradients = []
-            for parameter, sums in self._sums.values():
-                # Added up from the last use to the first, as a backward pass meets them.
-                total: Tensor | None = None
-                for landed in sorted(sums, key=lambda landed: landed.place, reverse=True):
-                    if landed.event is not None:
-                        landed.event.synchronize()
-                    total = landed.gradient if total is None else total + landed.gradient
-                if total is not None:
-                    gradients.append((parameter, total.to(parameter.dtype)))
-            self._forget()
-        return gradients
+            found = {key: parameter for key, (parameter, _) in self._sums.items()}
+            found |= {key: parameter for (key, _), (parameter, _) in self._partials.items()}
+        gradients = [(parameter, self.take_gradient(parameter)) for parameter in found.values()]
+        return [(parameter, gradient) for parameter, gradient in gradients if gradient is not None]
 
     def clear(self) -> None:
         """Forget what has landed; for a step that failed."""
@@ -260,6 +302,7 @@ class HostStore:
             self._forget()
 
     def _forget(self) -> None:
+        self.uses = self.on_complete = None
         self._partials.clear()
         self._sums.clear()
 

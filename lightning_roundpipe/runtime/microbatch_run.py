@@ -118,6 +118,7 @@ class MicroBatchRun:
                     self._begin_glue()
                     output = self._step.function(self.index, self._worker)
                     self._end_glue()
+                self._step.forward_done()
                 self._step.objective.observe(self.index, self._observation.losses)
                 if self._step.trains:
                     self._backward(output)
@@ -224,13 +225,16 @@ class MicroBatchRun:
 
     def _end_glue(self) -> None:
         self._close(self._scope, learn=self._lane is None)
-        if self._scope.has_trainable:
+        if trainable := self._scope.trainable:
+            self._step.add_uses(trainable)
             self._glue.append(self._scope)
 
     def _land_glue(self, after: int) -> None:
         """Give on the gradients of the stretches that no later backward can reach: those after call ``after``."""
         while self._glue and self._glue[-1].place.occurrence > after:
-            self._glue.pop().accumulate()
+            scope = self._glue.pop()
+            scope.accumulate()
+            self._step.remove_uses(scope.trainable)
             if self._lane is None:
                 self._worker.spill()
 
@@ -339,6 +343,10 @@ class MicroBatchRun:
             result = self._run(traits, lambda: forward(*args, **kwargs), scope, number)
         self._check_arguments(traits, (args, kwargs), arguments, versions, learning=learning)
         record.buffers_before = self._close(scope, learn=learning)
+        # Its own parameters, and what it reached elsewhere.
+        own = [parameter for parameter in unit.parameters if parameter.requires_grad]
+        record.trainable = list({id(parameter): parameter for parameter in [*own, *scope.trainable]}.values())
+        self._step.add_uses(record.trainable)
         self._records.append(record)
 
         outputs, output_structure = flatten(result)
@@ -470,6 +478,7 @@ class MicroBatchRun:
                     self._go_to(plan.backward_stage(record.position))
                 with self._inside(record.unit):
                     self._run_backward(record)
+            self._step.remove_uses(record.trainable)
             record.free()
         self._land_glue(after=-1)
 

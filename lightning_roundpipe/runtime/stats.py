@@ -32,6 +32,8 @@ class StepStats:
         stop_s: its end.
         probed: whether the first micro-batch ran alone, to learn the order of calls; such a step says little about
             speed.
+        update_s: time spent on updates while the step ran, in seconds (0 where the optimizer steps afterwards).
+        update_exposed_s: the part of it for which the step had to wait, in seconds.
         spans: the tickets that ran.
     """
 
@@ -40,6 +42,8 @@ class StepStats:
     start_s: float
     stop_s: float
     probed: bool
+    update_s: float
+    update_exposed_s: float
     spans: tuple[TicketSpan, ...] = field(repr=False)
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.runtime.tickets import StepAbortedError, TicketGate
 from lightning_roundpipe.runtime.traits import UnitTraits
+from lightning_roundpipe.runtime.uses import UseCounter
 from lightning_roundpipe.runtime.worker import Worker
 
 __all__ = ["Objective", "Step", "StepFunction"]
@@ -69,6 +70,7 @@ class Step:
         silent_buffers: see `Scope.write_buffers`.
         abort: shared by the parts of a step.
         warn: tells the user a message, once for each topic.
+        uses: counts what may still add to gradients, if parameters are updated while the step runs.
         name_of: the name of a parameter, for messages.
         on_glue: called before each stretch of user code, with the device on which it runs.
     """
@@ -86,6 +88,7 @@ class Step:
     abort: Abort
     warn: Callable[[str, str], None]
     on_glue: Callable[[torch.device], None]
+    uses: UseCounter | None
     name_of: Callable[[Tensor], str]
     user_lock: threading.Lock = field(default_factory=threading.Lock)
     buffer_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -112,6 +115,21 @@ class Step:
             return []
         units = dict.fromkeys(self.order[call] for call in self.schedule.plan.stages[stage].calls)
         return [parameter for unit in units for parameter in self.traits[unit].unit.parameters]
+
+    def add_uses(self, parameters: Sequence[Tensor]) -> None:
+        """Parameters may get a gradient from a backward that is still to come."""
+        if self.uses is not None:
+            self.uses.add(parameters)
+
+    def remove_uses(self, parameters: Sequence[Tensor]) -> None:
+        """That backward has run."""
+        if self.uses is not None:
+            self.uses.remove(parameters)
+
+    def forward_done(self) -> None:
+        """A micro-batch will call no more units."""
+        if self.uses is not None:
+            self.uses.forward_done()
 
     def check_aborted(self) -> None:
         """Raise if another micro-batch has failed.

@@ -152,6 +152,8 @@ class Worker:
         """Add the gradient of one micro-batch; micro-batches come in their order."""
         key = id(parameter), place
         entry = self._sums.get(key)
+        if entry is None:
+            self._store.open_sum(parameter)
         total = self._store.take_partial(parameter, place) if entry is None else entry[1]
         if total is None:
             total = as_gradient_sum(gradient)
@@ -165,13 +167,18 @@ class Worker:
         """Send the sums to the host as partial ones: other micro-batches will go on adding to them, maybe elsewhere."""
         for (_, place), (parameter, total) in self._sums.items():
             self._store.keep_partial(parameter, place, total.cpu())
-        self._sums.clear()
+        self._close_sums()
 
     def land(self) -> None:
         """Send the gradient sums to the host."""
         for (_, place), (parameter, total) in self._sums.items():
             self._store.land(parameter, place, total)
+        self._close_sums()
+
+    def _close_sums(self) -> None:
+        parameters = [parameter for parameter, _ in self._sums.values()]
         self._sums.clear()
+        self._store.close_sums(parameters)
 
     # ------------------------------------------------------------------ end
 

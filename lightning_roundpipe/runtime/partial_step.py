@@ -1,0 +1,85 @@
+"""Steps an optimizer over some of its parameters at a time.
+
+A shallow copy of the optimizer shares its ``state`` and steps a subset, with the hyper-parameters that the parameter
+groups had when the step began: a scheduler may change them while it still runs. Elementwise optimizers give the same
+bits as one step over everything.
+"""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["PartialStepper", "reason_against_parts"]
+
+
+def reason_against_parts(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why ``optimizer`` must step over all its parameters at once; None if it need not."""
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        return f"{name} evaluates the loss several times in a step"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"hooks are registered on {name}'s steps"
+    return None
+
+
+class PartialStepper:
+    """One step of ``optimizer``, taken in parts.
+
+    Args:
+        optimizer: not changed but for its ``state``, and for what its own step changes in the parameter groups.
+
+    Threading: `step` and `finish` must not run concurrently.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._class = type(optimizer)
+        self._groups = [
+            {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+        self._group_of = {id(p): index for index, group in enumerate(self._groups) for p in group["params"]}
+        self._stepped: set[int] = set()
+        self._changes: dict[tuple[int, str], Any] = {}
+        self._part = object.__new__(self._class)
+        vars(self._part).update(vars(optimizer))
+        # A scheduler patches `step` on the instance to see that it was called.
+        vars(self._part).pop("step", None)
+        vars(self._part).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether the optimizer steps ``parameter``."""
+        return id(parameter) in self._group_of
+
+    def remaining(self) -> list[Tensor]:
+        """Parameters that have not been stepped yet."""
+        return [p for group in self._groups for p in group["params"] if id(p) not in self._stepped]
+
+    def step(self, parameters: Sequence[Tensor]) -> None:
+        """Step those of ``parameters`` that belong to the optimizer and have a ``.grad``."""
+        parts: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            index = self._group_of.get(id(parameter))
+            if index is not None and id(parameter) not in self._stepped:
+                self._stepped.add(id(parameter))
+                parts.setdefault(index, []).append(parameter)
+        if not parts:
+            return
+        groups = [(index, {**self._groups[index], "params": part}) for index, part in sorted(parts.items())]
+        self._part.param_groups = [group for _, group in groups]
+        self._class.step(self._part)
+        for index, group in groups:
+            before = self._groups[index]
+            self._changes |= {
+                (index, name): value for name, value in group.items() if name != "params" and value is not before[name]
+            }
+
+    def finish(self) -> None:
+        """Carry over what the step changed in the parameter groups (some optimizers count there)."""
+        for (index, name), value in self._changes.items():
+            self._optimizer.param_groups[index][name] = value

@@ -1,0 +1,133 @@
+"""Updates parameters in the background, each as soon as its gradient is complete (see `uses`)."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.runtime.host_store import HostStore
+from lightning_roundpipe.runtime.partial_step import PartialStepper
+
+__all__ = ["UpdateRequest", "Updater"]
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateRequest:
+    """The optimizer step that follows a batch.
+
+    Attributes:
+        stepper: the step.
+        factor: factor on the gradients of the batch (1 / number of accumulated batches).
+        fresh: whether ``.grad`` starts anew with the batch; otherwise it is added to.
+    """
+
+    stepper: PartialStepper
+    factor: float
+    fresh: bool
+
+
+class Updater:
+    """Takes one optimizer step, in a thread of its own, while the pipeline still runs.
+
+    Args:
+        request: the step.
+        store: where gradients land; its compute copies are refreshed right behind the update.
+
+    Attributes:
+        updated: parameters that were updated, with their complete gradients.
+        update_s: time spent on updates, in seconds.
+        exposed_s: part of it for which the step had to wait, in seconds.
+    """
+
+    def __init__(self, request: UpdateRequest, store: HostStore) -> None:
+        self._stepper = request.stepper
+        self._factor = request.factor
+        self._fresh = request.fresh
+        self._store = store
+        self.update_s = 0.0
+        self.exposed_s = 0.0
+        self._queue: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._num_threads = torch.get_num_threads()
+        self.updated: list[tuple[Tensor, Tensor]] = []
+        self._thread = threading.Thread(target=self._work, name="roundpipe-updater", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; `finish` or `abandon` ends it."""
+        self._thread.start()
+
+    def submit(self, parameter: Tensor) -> None:
+        """The gradient of ``parameter`` is complete."""
+        if self._stepper.owns(parameter):
+            self._queue.put(parameter)
+
+    def finish(self) -> None:
+        """Update what is left, and wait for the end.
+
+        Raises:
+            BaseException: what the optimizer raised.
+        """
+        start = time.perf_counter()
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        self._update(self._stepper.remaining())
+        self._stepper.finish()
+        self.exposed_s = time.perf_counter() - start
+
+    def abandon(self) -> None:
+        """End the thread after an error elsewhere; updates that it has begun are completed."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        try:
+            while True:
+                parameters = self._next()
+                if parameters is None:
+                    return
+                self._update(parameters)
+        except BaseException as error:  # raised by `finish`
+            error.add_note("While updating parameters in the background, as their gradients were complete.")
+            self._error = error
+
+    def _next(self) -> list[Tensor] | None:
+        first = self._queue.get()
+        if first is None:
+            return None
+        parameters = [first]
+        while not self._queue.empty():
+            parameter = self._queue.get()
+            if parameter is None:
+                self._queue.put(None)
+                break
+            parameters.append(parameter)
+        return parameters
+
+    @torch.no_grad()
+    def _update(self, parameters: Iterable[Tensor]) -> None:
+        changed = []
+        for parameter in parameters:
+            gradient = self._store.take_gradient(parameter)
+            if gradient is not None and self._factor != 1.0:
+                gradient = gradient.mul_(self._factor) if gradient.layout is torch.strided else gradient * self._factor
+            if not self._fresh and parameter.grad is not None:
+                gradient = parameter.grad if gradient is None else parameter.grad + gradient
+            if gradient is None:
+                parameter.grad = None
+                continue
+            parameter.grad = gradient
+            self.updated.append((parameter, gradient))
+            changed.append(parameter)
+        start = time.perf_counter()  # Waiting for gradients is not updating.
+        self._stepper.step(changed)
+        self._store.refresh_parameters(changed)
+        self.update_s += time.perf_counter() - start
