@@ -203,6 +203,9 @@ class GpuWorker(Worker):
             totals[key, place.group] = parameter, place, total if known is None else known[2] + total
         ready = []
         for parameter, place, total in totals.values():
+            if total.is_sparse:
+                self._store.land(parameter, place, total.cpu())
+                continue
             for landed in self._store.take_landed(parameter, place.group):
                 # A tied weight: adding up on the GPU is cheaper than on the host.
                 total = self._bring_back(landed) + total
@@ -211,12 +214,8 @@ class GpuWorker(Worker):
         landings = []
         with torch.cuda.stream(self._d2h):
             for parameter, _, total in ready:
-                landing = self._store.landing(parameter, overwrite_grad=self.overwrites_grad)
-                if total.is_sparse:
-                    landing = total.cpu()
-                else:
-                    landing.copy_(total, non_blocking=True)
-                landings.append(landing)
+                landings.append(self._store.landing(parameter, overwrite_grad=self.overwrites_grad))
+                landings[-1].copy_(total, non_blocking=True)
         event = self._hold([total for _, _, total in ready])
         for (parameter, place, _), landing in zip(ready, landings, strict=True):
             self._store.land(parameter, place, landing, event)

@@ -267,8 +267,9 @@ class HostStore:
         """
         with self._lock:
             slabs = self._landings.setdefault(id(parameter), [])
-            used = {landed.gradient.data_ptr() for landed in self._sums.get(id(parameter), (parameter, []))[1]}
-            if parameter.grad is not None:
+            sums = self._sums.get(id(parameter), (parameter, []))[1]
+            used = {landed.gradient.data_ptr() for landed in sums if not landed.gradient.is_sparse}
+            if parameter.grad is not None and not parameter.grad.is_sparse:
                 used.add(parameter.grad.data_ptr())
                 if overwrite_grad and any(parameter.grad.data_ptr() == slab.tensors[0].data_ptr() for slab in slabs):
                     used.remove(parameter.grad.data_ptr())
@@ -281,6 +282,8 @@ class HostStore:
 
     def owns(self, gradient: Tensor) -> bool:
         """Whether ``gradient`` lies in memory that `landing` gave."""
+        if gradient.is_sparse:
+            return False
         pointer = gradient.data_ptr()
         return any(slab.tensors[0].data_ptr() == pointer for slabs in self._landings.values() for slab in slabs)
 

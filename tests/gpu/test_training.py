@@ -35,7 +35,17 @@ def fit(case: Case, strategy: Any = "auto", **flags: Any) -> TrainResult:
 def test_equals_plain_training(name: str) -> None:
     case = BY_NAME[name]
     found = fit(case, RoundPipeStrategy(num_microbatches=3))
-    assert_results_close(fit(case), found, rtol=1e-4 if "lstm" in name or "gru" in name else 1e-5)
+    # Adapters start at zero, so all of them is update: rounding shows a little more. cuDNN sums otherwise than we do.
+    loose = {"llama_lora": 3e-5, "lstm": 1e-4, "gru": 1e-4}
+    assert_results_close(fit(case), found, rtol=loose.get(name, 1e-5))
+
+
+@pytest.mark.parametrize("name", ["qwen3_tied", "llama_lora", "gpt2"])
+def test_exact_overlap_gives_the_same_bits(name: str) -> None:
+    case = BY_NAME[name]
+    after, along = (fit(case, RoundPipeStrategy(num_microbatches=3, optimizer_overlap=o)) for o in ("off", "exact"))
+    for key, tensor in after.state.items():
+        assert torch.equal(tensor, along.state[key]), key
 
 
 @pytest.mark.parametrize("workers", [2, 4])
