@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_roundpipe.module_view import ModuleViews
 from lightning_roundpipe.overlap import hooks_between_steps, reason_against_overlap
 from lightning_roundpipe.plan.partition import balanced_evaluation_plan, balanced_plan
 from lightning_roundpipe.precision import RoundPipePrecision
@@ -272,7 +273,6 @@ class RoundPipeStrategy(ParallelStrategy):
             plan_training=balanced_plan,
             plan_evaluation=balanced_evaluation_plan,
             warn=rank_zero_warn,
-            on_glue=lambda device: setattr(module, "_device", device),
             compute_dtype=self.precision_plugin.compute_dtype,
             gpu_memory_limit=self._gpu_memory_limit,
         )
@@ -505,7 +505,6 @@ class RoundPipeStrategy(ParallelStrategy):
         executor = self._executor
         trains = kind == "training"
         executor.poison_masters = self.poison_masters
-        step = getattr(module, f"{kind}_step")
         batch, *rest = args
         micro_batches = split(batch, self._count_microbatches(), self._split_rules)
         objective = BatchObjective(
@@ -518,6 +517,7 @@ class RoundPipeStrategy(ParallelStrategy):
         )
 
         uploaded: list[Any] = []  # see `Worker.uploading`
+        views = ModuleViews(module)
 
         def function(index: int, worker: Worker) -> Any:
             micro_batch = micro_batches[index]
@@ -526,11 +526,12 @@ class RoundPipeStrategy(ParallelStrategy):
                 with worker.uploading():
                     data = move_data_to_device(data, worker.device)
                 uploaded.append(data)
+            view = views.open(index)
+            views.set_device(index, worker.device)
             with step_log.micro_batch(index, micro_batch.num_samples):
-                return step(data, *rest, **kwargs)
+                return getattr(view, f"{kind}_step")(data, *rest, **kwargs)
 
         with ExitStack() as stack:
-            stack.callback(setattr, module, "_device", module._device)
             stack.enter_context(step_log.capture())
             if trains:
                 stack.enter_context(switched_off(module, executor.warn_once))
@@ -542,8 +543,10 @@ class RoundPipeStrategy(ParallelStrategy):
                 trains=trains,
                 seed=self._seed(kind, rest),
                 overwrites_grad=trains and self._grad_is_spent(),
+                on_glue=views.set_device,
                 update=self._update if trains else None,
             )
+        views.carry_over()
         self._labels_shifted = objective.labels_shifted
         self._step_stats = result.stats
         step_log.flush(result.losses if trains else objective.seen, objective.shares())

@@ -13,6 +13,7 @@ those are pushed into the glue through the edges, down to the border nodes of ea
 a graph was kept or recomputed, so the numbers do not depend on how the calls were cut into stages.
 """
 
+import contextvars
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from lightning_roundpipe.exceptions import UnsupportedUseError
+from lightning_roundpipe.runtime.captures import Captures
 from lightning_roundpipe.runtime.host_store import UsePlace
 from lightning_roundpipe.runtime.lookup import LookupDict
 from lightning_roundpipe.runtime.thread_state import Autocast
@@ -251,6 +253,9 @@ class CallRecord:
         outputs: of a call whose graph is kept, the differentiable outputs.
         output_grads: for each differentiable output, the gradient collected by the border node so far.
         buffers_before: values of buffers which the call changed, from before.
+        captures: what transformers captured inside the call.
+        mode: the mode (see `UnitTraits.mode`) in which it ran.
+        context: context variables as they were.
         trainable: host parameters that may get a gradient from it.
         ready: whether gradients may come, that is, whether `training_step` has returned.
     """
@@ -270,6 +275,9 @@ class CallRecord:
     outputs: list[Tensor] = field(default_factory=list)
     output_grads: list[Tensor | None] = field(default_factory=list)
     buffers_before: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    captures: Captures = field(default_factory=Captures)
+    mode: tuple[Any, ...] = ()
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
     trainable: list[Tensor] = field(default_factory=list)
     ready: bool = False
 
@@ -297,6 +305,7 @@ class CallRecord:
         self.leaves, self.edges, self.inputs, self.outputs, self.output_grads = [], [], [], [], []
         self.scope = None
         self.buffers_before = {}
+        self.captures = Captures()
 
 
 class _Border(torch.autograd.Function):

@@ -76,7 +76,6 @@ class Executor:
         plan_training: makes plans with a fused stage and backward stages.
         plan_evaluation: makes plans of forward stages only.
         warn: tells the user something.
-        on_glue: called before each stretch of user code, with the device on which it runs.
         compute_dtype: dtype to which float32 parameters are converted for computation; None to leave them.
         gpu_memory_limit: share of the GPU memory that is free at the start which may be used.
     """
@@ -87,7 +86,6 @@ class Executor:
     plan_training: PlanMaker
     plan_evaluation: PlanMaker
     warn: Callable[[str], None]
-    on_glue: Callable[[torch.device], None]
     compute_dtype: torch.dtype | None = None
     gpu_memory_limit: float = 0.9
     poison_masters: bool = field(default=False, init=False)
@@ -133,6 +131,7 @@ class Executor:
         trains: bool,
         seed: int,
         overwrites_grad: bool = False,
+        on_glue: Callable[[int, torch.device], None] = lambda index, device: None,
         update: UpdateRequest | None = None,
     ) -> StepResult:
         """Run one step and wait for its end.
@@ -145,6 +144,7 @@ class Executor:
             trains: whether to run the backward, too.
             seed: base of all randomness of the step.
             overwrites_grad: whether the parameters' ``.grad`` is of no use any more when the new gradients land.
+            on_glue: called before each stretch of user code, with the micro-batch and the device on which it runs.
             update: the optimizer step to take meanwhile, parameter by parameter.
 
         Raises:
@@ -175,7 +175,7 @@ class Executor:
                 silent_buffers=self._silent_buffers,
                 abort=abort,
                 warn=self.warn_once,
-                on_glue=self.on_glue,
+                on_glue=on_glue,
                 uses=uses,
                 name_of=self._name_of,
             )

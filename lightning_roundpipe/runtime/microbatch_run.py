@@ -24,6 +24,7 @@ from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.plan.schedule import Ticket
 from lightning_roundpipe.plan.stages import Stage, StageKind
 from lightning_roundpipe.runtime.calls import CallRecord, InputArchive, KeptInput, Scope, border, is_differentiable
+from lightning_roundpipe.runtime.captures import Captures
 from lightning_roundpipe.runtime.host_store import UsePlace
 from lightning_roundpipe.runtime.lookup import LookupDict, resolving, resolving_backward
 from lightning_roundpipe.runtime.observation import GlueObservation, ParameterSubstitution
@@ -221,7 +222,7 @@ class MicroBatchRun:
         stretch = len(self.order)
         self._scope = Scope(self._worker, UsePlace(self._group, _GLUE, stretch))
         self._seed(2 * stretch)
-        self._step.on_glue(self._worker.device)
+        self._step.on_glue(self.index, self._worker.device)
 
     def _end_glue(self) -> None:
         self._close(self._scope, learn=self._lane is None)
@@ -327,6 +328,8 @@ class MicroBatchRun:
                 (get_gradient_edge(leaf), leaf.device) if isinstance(leaf, Tensor) and leaf.requires_grad else None
                 for leaf in glue_leaves
             ],
+            captures=Captures.begin(),
+            mode=traits.mode,
         )
         if keeps_graph:
             record.scope = scope
@@ -339,7 +342,7 @@ class MicroBatchRun:
             record.inputs = inputs
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in arguments]
         args, kwargs = structure.unflatten(arguments)
-        with torch.set_grad_enabled(with_graph), record.autocast.entered():
+        with torch.set_grad_enabled(with_graph), record.autocast.entered(), record.captures.collecting():
             result = self._run(traits, lambda: forward(*args, **kwargs), scope, number)
         self._check_arguments(traits, (args, kwargs), arguments, versions, learning=learning)
         record.buffers_before = self._close(scope, learn=learning)
@@ -349,15 +352,17 @@ class MicroBatchRun:
         self._step.add_uses(record.trainable)
         self._records.append(record)
 
-        outputs, output_structure = flatten(result)
+        outputs, output_structure = flatten((result, record.captures.new))
         self._refuse_opaque(unit, outputs, "returned", is_differentiable)
         differentiable = [output for output in outputs if is_differentiable(output)]
         if keeps_graph:
             record.outputs = differentiable
         bordered = iter(border(record, differentiable) if differentiable else ())
-        return output_structure.unflatten(
+        result, captured = output_structure.unflatten(
             [next(bordered) if is_differentiable(output) else output for output in outputs]
         )
+        record.captures.pass_on(captured)
+        return result
 
     def _check_arguments(
         self, traits: UnitTraits, passed: Any, arguments: list[Any], versions: list[int], *, learning: bool
@@ -535,18 +540,41 @@ class MicroBatchRun:
         args, kwargs = record.structure.unflatten(arguments)
         attributes = Attributes(record.unit.module) if traits.changes_attributes else None
         with (
+            ExitStack() as stack,
             torch.enable_grad(),
             record.autocast.entered(),
             traits.lock if attributes is not None else nullcontext(),
             attributes.restored() if attributes is not None else nullcontext(),
         ):
-            result = self._run(traits, lambda: record.forward(*args, **kwargs), scope, record.number)
-        outputs = [output for output in flatten(result)[0] if is_differentiable(output)]
+            # As the call found them: modes and context variables may have changed since.
+            stack.enter_context(self._mode_of(traits, record))
+            result = record.context.run(self._run_again, traits, record, args, kwargs, scope)
+        outputs = [output for output in flatten((result, record.captures.new))[0] if is_differentiable(output)]
         if len(outputs) != len(record.output_grads):
             raise self._path_changed(
                 record.unit, f"{len(record.output_grads)} differentiable outputs became {len(outputs)}"
             )
         return inputs, outputs
+
+    def _run_again(
+        self, traits: UnitTraits, record: CallRecord, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
+    ) -> Any:
+        with record.captures.collecting():
+            return self._run(traits, lambda: record.forward(*args, **kwargs), scope, record.number)
+
+    @contextmanager
+    def _mode_of(self, traits: UnitTraits, record: CallRecord) -> Iterator[None]:
+        """Let the unit run in the mode in which ``record`` was made, if that is another one by now."""
+        if traits.mode == record.mode:
+            yield
+            return
+        with traits.lock:
+            now = traits.mode
+            traits.set_mode(record.mode)
+            try:
+                yield
+            finally:
+                traits.set_mode(now)
 
     def _path_changed(self, unit: Unit, how: str) -> UnsupportedUseError:
         return UnsupportedUseError(

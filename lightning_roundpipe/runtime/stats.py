@@ -42,9 +42,9 @@ class StepStats:
     start_s: float
     stop_s: float
     probed: bool
-    update_s: float
-    update_exposed_s: float
     spans: tuple[TicketSpan, ...] = field(repr=False)
+    update_s: float = 0.0
+    update_exposed_s: float = 0.0
 
     @property
     def busy_s(self) -> tuple[float, ...]:

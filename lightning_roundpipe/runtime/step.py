@@ -72,7 +72,7 @@ class Step:
         warn: tells the user a message, once for each topic.
         uses: counts what may still add to gradients, if parameters are updated while the step runs.
         name_of: the name of a parameter, for messages.
-        on_glue: called before each stretch of user code, with the device on which it runs.
+        on_glue: called before each stretch of user code, with the micro-batch and the device on which it runs.
     """
 
     function: StepFunction
@@ -87,7 +87,7 @@ class Step:
     silent_buffers: set[tuple[int, str]]
     abort: Abort
     warn: Callable[[str, str], None]
-    on_glue: Callable[[torch.device], None]
+    on_glue: Callable[[int, torch.device], None]
     uses: UseCounter | None
     name_of: Callable[[Tensor], str]
     user_lock: threading.Lock = field(default_factory=threading.Lock)

@@ -61,6 +61,18 @@ class UnitTraits:
         """The mode in which the unit runs now."""
         return tuple((module.training, vars(module).get("p")) for module in self.unit.submodules)
 
+    def set_mode(self, mode: Mode) -> None:
+        """Let the unit run in ``mode`` from now on."""
+        for module, (training, p) in zip(self.unit.submodules, mode, strict=True):
+            _set(module, "training", training)
+            if "p" in vars(module):
+                _set(module, "p", p)
+
+
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    if vars(module).get(name) != value:
+        vars(module)[name] = value
+
 
 def _holds(value: Any, parameters: set[int], depth: int = 2) -> bool:
     if id(value) in parameters:

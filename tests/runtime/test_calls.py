@@ -75,9 +75,9 @@ def test_a_scope_gives_one_leaf_for_each_parameter(worker: Worker) -> None:
 @pytest.mark.parametrize("trainable", [True, False])
 def test_a_leaf_requires_grad_as_its_parameter_does(worker: Worker, trainable: bool) -> None:
     scope = Scope(worker, PLACE)
-    assert not scope.has_trainable
+    assert not bool(scope.trainable)
     assert scope.parameter(nn.Parameter(torch.ones(2), requires_grad=trainable)).requires_grad == trainable
-    assert scope.has_trainable == trainable
+    assert bool(scope.trainable) == trainable
 
 
 def test_a_leaf_has_what_libraries_hang_on_parameters(worker: Worker) -> None:
@@ -114,7 +114,7 @@ def test_inference_mode_needs_no_leaves(worker: Worker) -> None:
     host, scope = nn.Parameter(torch.ones(2)), Scope(worker, PLACE)
     with torch.inference_mode():
         assert torch.equal(scope.parameter(host), host)
-    assert not scope.has_trainable
+    assert not bool(scope.trainable)
 
 
 WRITES = {
