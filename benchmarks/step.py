@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_roundpipe import RoundPipePrecision, RoundPipeStrategy
 from lightning_roundpipe.losses import linear_cross_entropy
+from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import Plan
 
 GIB = 2**30
@@ -168,7 +169,7 @@ class PlannedStrategy(RoundPipeStrategy):
             forward, _, rest = self.plan.partition("|")
             fused, *backward = map(int, rest.split("-"))
             plan = Plan(tuple(int(size) for size in forward.split("-") if size), fused, tuple(backward))
-            executor.plan_training = lambda call_bytes, workers: plan
+            executor.plan_training = lambda calls, count: Schedule(plan, len(executor.workers), count)
         return executor
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +21,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_roundpipe.exceptions import PlanError
 from lightning_roundpipe.module_view import ModuleViews
 from lightning_roundpipe.overlap import hooks_between_steps, reason_against_overlap
-from lightning_roundpipe.plan.partition import balanced_evaluation_plan, balanced_plan
+from lightning_roundpipe.plan.files import save_schedule
+from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.publish import publish_gradients
 from lightning_roundpipe.runtime.executor import Executor, StepResult
@@ -30,6 +33,12 @@ from lightning_roundpipe.runtime.hazards import switched_off
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
 from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObjective, LossWeight
 from lightning_roundpipe.runtime.partial_step import PartialStepper
+from lightning_roundpipe.runtime.planning import (
+    TrainingPlanner,
+    evaluation_schedule,
+    given_schedule,
+    measured_machine,
+)
 from lightning_roundpipe.runtime.randomness import counted_seed
 from lightning_roundpipe.runtime.stats import StepStats
 from lightning_roundpipe.runtime.units import find_units
@@ -77,6 +86,12 @@ class RoundPipeStrategy(ParallelStrategy):
         split_rules: how to split named parts of a batch whose shape does not tell: key or path (patterns allowed) to
             the dim to split on, or ``"replicate"``.
         gpu_memory_limit: share of the GPU memory that is free at the start which may be used.
+        plan: ``"auto"``: stages are cut by bytes at first, and anew, a few times, when it has been measured what calls
+            cost; or a JSON file with a plan (see `save_plan` and ``lightning-roundpipe plan --output``).
+        replica_groups: groups of workers that each run their own micro-batches through all stages: less idle time for
+            more traffic. The last bits of sums of gradients depend on it. ``"auto"``: one at first, then what is
+            fastest.
+        show_plan: whether to print a picture of each plan.
         accelerator: see `lightning.pytorch.strategies.Strategy`.
         checkpoint_io: see there.
         precision_plugin: see there; by default what ``Trainer(precision=...)`` says.
@@ -95,23 +110,51 @@ class RoundPipeStrategy(ParallelStrategy):
         num_microbatches: int | str = "auto",
         units: str | list[str] = "auto",
         loss_weight: str | Callable[[Any], float] = "auto",
-        optimizer_overlap: str = "off",
+        optimizer_overlap: str | bool = "off",
         workers_per_device: int = 1,
         split_rules: dict[str, int | str] | None = None,
         gpu_memory_limit: float = 0.9,
+        plan: str | os.PathLike[str] = "auto",
+        replica_groups: int | str = 1,
+        show_plan: bool = False,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        if num_microbatches != "auto" and (not isinstance(num_microbatches, int) or num_microbatches < 1):
-            raise ValueError(f"`num_microbatches` must be 'auto' or at least 1, but got {num_microbatches!r}.")
-        if not isinstance(workers_per_device, int) or workers_per_device < 1:
-            raise ValueError(f"`workers_per_device` must be at least 1, but got {workers_per_device!r}.")
-        if not 0 < gpu_memory_limit <= 1:
-            raise ValueError(f"`gpu_memory_limit` must be above 0 and at most 1, but got {gpu_memory_limit!r}.")
+        if num_microbatches != "auto" and not _is_count(num_microbatches):
+            raise ValueError(
+                f"`num_microbatches` must be 'auto' or an integer of at least 1, but got {num_microbatches!r}."
+            )
+        if not _is_count(workers_per_device):
+            raise ValueError(f"`workers_per_device` must be an integer of at least 1, but got {workers_per_device!r}.")
+        if not isinstance(gpu_memory_limit, int | float) or not 0 < gpu_memory_limit <= 1:
+            raise ValueError(
+                "`gpu_memory_limit` is a share of the free memory, above 0 and at most 1, but got"
+                f" {gpu_memory_limit!r}."
+            )
+        if not isinstance(units, str) and not all(isinstance(unit, str) for unit in units):
+            raise ValueError(f"`units` must be 'auto' or a list of class names and dotted paths, but got {units!r}.")
+        if split_rules is not None and not (
+            isinstance(split_rules, Mapping) and all(isinstance(key, str) for key in split_rules)
+        ):
+            raise ValueError(
+                "`split_rules` must map keys or dotted paths (for a tuple: '0', '1') to a dim or 'replicate', but got"
+                f" {split_rules!r}."
+            )
+        if optimizer_overlap is False:
+            optimizer_overlap = "off"  # What YAML makes of an unquoted `off`.
         if optimizer_overlap not in ("off", "exact"):
             raise ValueError(f"`optimizer_overlap` must be 'off' or 'exact', but got {optimizer_overlap!r}.")
+        if replica_groups != "auto" and not _is_count(replica_groups):
+            raise ValueError(
+                f"`replica_groups` must be 'auto' or an integer of at least 1, but got {replica_groups!r}."
+            )
+        if plan != "auto" and replica_groups != 1:
+            raise ValueError(
+                f"A plan in a file has its number of replica groups, but got `replica_groups={replica_groups!r}` beside"
+                f" `plan={str(plan)!r}`. Leave it out."
+            )
         if units != "auto" and not units:
             raise ValueError(f"`units` must be 'auto' or name at least one module, but got {units!r}.")
         self._num_microbatches = num_microbatches
@@ -122,6 +165,12 @@ class RoundPipeStrategy(ParallelStrategy):
         self._workers_per_device = workers_per_device
         self._gpu_memory_limit = gpu_memory_limit
         self._split_rules = dict(split_rules or {})
+        self._plan = os.fspath(plan)
+        self._replica_groups = None if isinstance(replica_groups, str) else replica_groups
+        self._show_plan = show_plan
+        self._given_schedule: Schedule | None = None
+        self._planner: TrainingPlanner | None = None
+        self._schedule: Schedule | None = None
         self._num_nodes = 1
         self._executor: Executor | None = None
         self._step_log: StepLog | None = None
@@ -251,6 +300,9 @@ class RoundPipeStrategy(ParallelStrategy):
         module = self._module
         self._check_devices()
         self._check_module(module, fits)
+        if fits:
+            wanted = self._num_microbatches if isinstance(self._num_microbatches, int) else None
+            self._given_schedule = given_schedule(self._plan, self._replica_groups, self.num_workers, wanted)
         self.model = self.precision_plugin.convert_module(self.model)
         if fits:
             self.optimizers, self.lr_scheduler_configs = [], []
@@ -266,12 +318,22 @@ class RoundPipeStrategy(ParallelStrategy):
     def _make_executor(self, module: "LightningModule") -> Executor:
         assert self.parallel_devices is not None
         self._model_signature = _signature(module)
+        devices = [_indexed(device) for device in self.parallel_devices] * self._workers_per_device
+        planner = self._planner = TrainingPlanner(
+            len(devices),
+            given=self._given_schedule,
+            replica_groups=self._replica_groups,
+            machine=lambda: measured_machine(devices, executor.weight_budget_bytes),
+            grows_fused=self.root_device.type == "cpu",
+            notify=rank_zero_info,
+            show=self._show_plan,
+        )
         executor = Executor(
             root=module,
             units=find_units(module, self._units),
-            devices=[_indexed(device) for device in self.parallel_devices] * self._workers_per_device,
-            plan_training=balanced_plan,
-            plan_evaluation=balanced_evaluation_plan,
+            devices=devices,
+            plan_training=planner.make,
+            plan_evaluation=partial(evaluation_schedule, len(devices)),
             warn=rank_zero_warn,
             compute_dtype=self.precision_plugin.compute_dtype,
             gpu_memory_limit=self._gpu_memory_limit,
@@ -358,6 +420,7 @@ class RoundPipeStrategy(ParallelStrategy):
         if self._executor is not None:
             self._executor.close()
         self._executor = None
+        self._planner = None
         self._step_log = None
         self._base_seed = None
         self.precision_plugin.teardown()
@@ -367,7 +430,7 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        state["_executor"] = state["_step_log"] = None
+        state["_executor"] = state["_planner"] = state["_step_log"] = None
         return state
 
     # ------------------------------------------------------------------ when weights may change between steps
@@ -438,6 +501,21 @@ class RoundPipeStrategy(ParallelStrategy):
         return self._step_stats
 
     @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of training steps; None before the first."""
+        return self._schedule
+
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the schedule of training steps to a JSON file, for `RoundPipeStrategy(plan=path)`.
+
+        Raises:
+            PlanError: there is none yet.
+        """
+        if self._schedule is None:
+            raise PlanError("There is no plan before the first training step, which finds the order of calls.")
+        save_schedule(self._schedule, os.fspath(path))
+
+    @property
     def num_workers(self) -> int:
         """Number of workers: devices times `workers_per_device`."""
         return len(self.parallel_devices or ()) * self._workers_per_device
@@ -502,8 +580,12 @@ class RoundPipeStrategy(ParallelStrategy):
             # Layers were added, merged, frozen or unfrozen since.
             self._executor.close()
             self._executor = self._make_executor(module)
-        executor = self._executor
+        executor, planner = self._executor, self._planner
+        assert planner is not None
         trains = kind == "training"
+        if trains and (schedule := planner.improve(one_part=executor.writes_buffers)) is not None:
+            executor.adopt(kind, schedule)
+        executor.times_calls = trains and planner.is_measuring
         executor.poison_masters = self.poison_masters
         batch, *rest = args
         micro_batches = split(batch, self._count_microbatches(), self._split_rules)
@@ -549,6 +631,9 @@ class RoundPipeStrategy(ParallelStrategy):
         views.carry_over()
         self._labels_shifted = objective.labels_shifted
         self._step_stats = result.stats
+        if trains:
+            planner.observe(result.stats)
+            self._schedule = planner.schedule
         step_log.flush(result.losses if trains else objective.seen, objective.shares())
         return result, micro_batches, objective
 
@@ -564,6 +649,8 @@ class RoundPipeStrategy(ParallelStrategy):
     def _count_microbatches(self) -> int:
         if isinstance(self._num_microbatches, int):
             return self._num_microbatches
+        if self._given_schedule is not None:
+            return self._given_schedule.num_microbatches
         return max(_AUTO_MICROBATCHES, self.num_workers)
 
     def _seed(self, kind: str, indices: Sequence[Any]) -> int:
@@ -578,7 +665,7 @@ class RoundPipeStrategy(ParallelStrategy):
 def _resolve_loss_weight(loss_weight: str | Callable[[Any], float]) -> LossWeight:
     if callable(loss_weight) or loss_weight in LOSS_WEIGHT_RULES:
         return loss_weight
-    if "." not in loss_weight:
+    if not isinstance(loss_weight, str) or "." not in loss_weight:
         raise ValueError(
             f"`loss_weight` must be one of {', '.join(map(repr, LOSS_WEIGHT_RULES))}, a function or its import path,"
             f" but got {loss_weight!r}."
@@ -604,6 +691,10 @@ def _signature(module: torch.nn.Module) -> tuple[tuple[int, bool], ...]:
 
 def _callbacks(trainer: "Trainer") -> list[Any]:
     return list(getattr(trainer, "callbacks", ()))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _indexed(device: torch.device) -> torch.device:

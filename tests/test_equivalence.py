@@ -609,10 +609,10 @@ def test_random_plans(seed: int, workers: int, num_microbatches: int, name: str)
     """Wherever forward and backward are cut, and however small the fused stage is, the numbers are the same."""
     draw = random.Random(seed)
 
-    def plan_training(call_bytes: Sequence[int], num_workers: int) -> Plan:
+    def balanced_plan(call_bytes: Sequence[int], num_workers: int) -> Plan:
         fused = draw.randint(0, len(call_bytes))
         streamed = len(call_bytes) - fused
         return Plan(random_cut(streamed, draw), fused, random_cut(streamed, draw))
 
-    with mock.patch("lightning_roundpipe.strategy.balanced_plan", plan_training):
+    with mock.patch("lightning_roundpipe.runtime.planning.balanced_plan", balanced_plan):
         assert_equivalent(CASES[name], workers, num_microbatches, dtype=torch.float64)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_roundpipe.exceptions import PlanError
@@ -119,6 +120,15 @@ class Schedule:
         """The round in which ``microbatch`` runs."""
         return self._rounds[microbatch]
 
+    @property
+    def num_parts(self) -> int:
+        """Number of parts into which the micro-batches fall, each a round of a replica group."""
+        return self.replica_groups * self.num_rounds
+
+    def part_of(self, microbatch: int) -> int:
+        """The part to which ``microbatch`` belongs; the micro-batches of a part run through a stage in their order."""
+        return self.group_of(microbatch) * self.num_rounds + self.round_of(microbatch)
+
     @cached_property
     def _rounds(self) -> tuple[int, ...]:
         groups = [self.group_of(microbatch) for microbatch in range(self.num_microbatches)]
@@ -149,6 +159,27 @@ class Schedule:
                         ticket = Ticket(stage, microbatch)
                         queues[self.worker_of(ticket)].append(ticket)
         return tuple(map(tuple, queues))
+
+    def stage_after(self, ticket: Ticket) -> int:
+        """The stage that the worker of ``ticket`` runs next; the number of stages if there is none."""
+        key = self.worker_of(ticket), self.round_of(ticket.microbatch), ticket.stage
+        return self._stages_after.get(key, self.plan.num_stages)
+
+    @cached_property
+    def _stages_after(self) -> dict[tuple[int, int, int], int]:
+        stages_after = {}
+        for worker, tickets in enumerate(self.tickets):
+            for ticket, later in pairwise(tickets):
+                if ticket.stage != later.stage:
+                    stages_after[worker, self.round_of(ticket.microbatch), ticket.stage] = later.stage
+        return stages_after
+
+    def with_microbatches(self, num_microbatches: int) -> "Schedule":
+        """The schedule of a batch that makes another number of micro-batches."""
+        groups = self.microbatch_groups
+        if groups is not None:
+            groups = tuple(groups[microbatch % len(groups)] for microbatch in range(num_microbatches))
+        return replace(self, num_microbatches=num_microbatches, microbatch_groups=groups)
 
     def following(self) -> "Schedule":
         """The schedule of the next step if the deal of stages to workers goes on where this step stops."""

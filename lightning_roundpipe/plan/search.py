@@ -84,6 +84,8 @@ def search(
     *,
     boundary: Boundary = Boundary.SYNC,
     replica_groups: int | None = None,
+    num_rounds: int | None = None,
+    min_fused: int = 1,
     max_fused: int | None = None,
     early_recompute: bool = False,
 ) -> Choice:
@@ -95,14 +97,16 @@ def search(
         num_microbatches: number of micro-batches of a step.
         boundary: what a step waits for.
         replica_groups: number of replica groups; None to try every divisor of the number of workers.
+        num_rounds: number of rounds; None to try what may help.
+        min_fused: fewest calls in the fused stage.
         max_fused: most calls in the fused stage; None for as many as fit.
         early_recompute: whether a backward stage recomputes before the gradient of its outputs has arrived.
 
     Raises:
         PlanError: no plan fits the memory of the workers or of the host.
     """
-    finder = _Finder(Case(costs, machine, num_microbatches), boundary, max_fused, early_recompute)
-    return _best([(finder, candidate) for candidate in finder.candidates(replica_groups)])[1]
+    finder = _Finder(Case(costs, machine, num_microbatches), boundary, max_fused, early_recompute, min_fused)
+    return _best([(finder, candidate) for candidate in finder.candidates(replica_groups, num_rounds)])[1]
 
 
 def search_cases(
@@ -123,7 +127,7 @@ def search_cases(
     for case in cases:
         finder = _Finder(case, boundary, max_fused, early_recompute=False)
         try:
-            found += [(finder, candidate) for candidate in finder.candidates(None)]
+            found += [(finder, candidate) for candidate in finder.candidates(None, None)]
         except PlanError as error:
             refusal = refusal or error
     if refusal is not None and not found:
@@ -179,7 +183,9 @@ def _best(found: Sequence[tuple["_Finder", _Candidate]]) -> tuple[Case, Choice]:
 
 
 class _Finder:
-    def __init__(self, case: Case, boundary: Boundary, max_fused: int | None, early_recompute: bool) -> None:
+    def __init__(
+        self, case: Case, boundary: Boundary, max_fused: int | None, early_recompute: bool, min_fused: int = 1
+    ) -> None:
         self.case = case
         self._costs = case.costs
         self._machine = case.machine
@@ -187,17 +193,18 @@ class _Finder:
         self._boundary = boundary
         self._early_recompute = early_recompute
         self._max_fused = min(len(case.costs), max(1, max_fused if max_fused is not None else len(case.costs)))
+        self._min_fused = min(self._max_fused, min_fused)
         self._estimator = Estimator(case.costs, case.machine, early_recompute, boundary)
         self._cuts: dict[tuple[bool, int, int, int, bool], tuple[int, ...]] = {}
         self._estimates: dict[_Shape, _Candidate | None] = {}
         self._needs: dict[tuple[StageKind, int, int], tuple[int, int]] = {}
 
-    def candidates(self, replica_groups: int | None) -> list[_Candidate]:
+    def candidates(self, replica_groups: int | None, num_rounds: int | None) -> list[_Candidate]:
         """The best candidates by estimate, the best first, each once."""
         num_workers = self._machine.num_workers
         counts = [n for n in range(1, min(num_workers, self._num_microbatches) + 1) if num_workers % n == 0]
         groups = counts if replica_groups is None else [replica_groups]
-        found = sorted((c for count in groups for c in self._of_groups(count)), key=lambda c: c.estimate_s)
+        found = sorted((c for count in groups for c in self._of_groups(count, num_rounds)), key=lambda c: c.estimate_s)
         if not found:
             self._report_no_fit()
         found += [self._estimated(self._estimator.deal(c.schedule)) for c in found[:2] if self._may_deal(c)]
@@ -216,11 +223,13 @@ class _Finder:
 
     # Shapes
 
-    def _of_groups(self, replica_groups: int) -> list[_Candidate]:
+    def _of_groups(self, replica_groups: int, wanted_rounds: int | None) -> list[_Candidate]:
         """The best candidates with a number of replica groups, by estimate."""
         per_group = -(-self._num_microbatches // replica_groups)
         group_size = self._machine.num_workers // replica_groups
         rounds = {1, -(-per_group // group_size)} if group_size > 1 else {1}
+        if wanted_rounds is not None:
+            rounds = {wanted_rounds}
         for num_rounds in sorted(rounds):
             grid = [shape for shape in self._grid(replica_groups, num_rounds) if self._try(shape) is not None]
             grid.sort(key=self._estimate_of)
@@ -238,6 +247,8 @@ class _Finder:
         """Shapes from coarse to fine, with stages about equally long."""
         costs = self._costs
         for fused in _geometric(self._max_fused, 4.0) if costs else [0]:
+            if fused < self._min_fused:
+                continue
             num_calls = len(costs) - fused
             if num_calls <= 0:
                 yield _Shape(replica_groups, num_rounds, len(costs), 0, 0)
@@ -263,7 +274,7 @@ class _Finder:
         for name in ("num_forward", "num_backward", "fused"):
             for change in (-1, 1):
                 near = replace(shape, **{name: getattr(shape, name) + change})
-                if not 1 <= near.fused <= self._max_fused:
+                if not self._min_fused <= near.fused <= self._max_fused:
                     continue
                 num_calls = len(self._costs) - near.fused
                 yield replace(
@@ -442,8 +453,16 @@ def judge(
 
 
 def better_choice(
-    schedule: Schedule, costs: Sequence[CallCost], machine: Machine, *, boundary: Boundary = Boundary.SYNC
-) -> Choice | None:
+    schedule: Schedule,
+    costs: Sequence[CallCost],
+    machine: Machine,
+    *,
+    boundary: Boundary = Boundary.SYNC,
+    replica_groups: int | None = None,
+    num_rounds: int | None = None,
+    min_fused: int = 1,
+    max_fused: int | None = None,
+) -> tuple[Choice, Choice] | None:
     """Searches anew for costs that have been measured meanwhile.
 
     Args:
@@ -451,13 +470,30 @@ def better_choice(
         costs: the costs as they are known now.
         machine: the workers.
         boundary: what a step waits for.
+        replica_groups: see :func:`search`.
+        num_rounds: see there.
+        min_fused: see there.
+        max_fused: see there.
 
     Returns:
-        A choice whose step is shorter by more than 3 %, which is worth a new plan; None if there is none.
+        The schedule in use and one whose step is shorter by more than 3 %, which is worth a new plan, with what is
+        expected of each; None if there is no such schedule.
+
+    Raises:
+        PlanError: no plan fits the memory of the workers or of the host.
     """
     now = judge(schedule, costs, machine, boundary=boundary)
-    found = search(costs, machine, schedule.num_microbatches, boundary=boundary)
-    return found if found.step_s * _WORTHWHILE < now.step_s else None
+    found = search(
+        costs,
+        machine,
+        schedule.num_microbatches,
+        boundary=boundary,
+        replica_groups=replica_groups,
+        num_rounds=num_rounds,
+        min_fused=min_fused,
+        max_fused=max_fused,
+    )
+    return (now, found) if found.step_s * _WORTHWHILE < now.step_s else None
 
 
 def search_fixed(

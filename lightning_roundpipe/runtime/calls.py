@@ -108,7 +108,17 @@ class Scope:
         return copy
 
     def assign_buffer(self, table: LookupDict, name: str, value: Tensor) -> None:
-        """Running code assigned the buffer anew."""
+        """Running code assigned the buffer anew.
+
+        Raises:
+            UnsupportedUseError: the value carries a gradient.
+        """
+        if value.grad_fn is not None:
+            raise UnsupportedUseError(
+                f"Buffer `{name}` of {type(table.owner).__name__} was assigned a tensor with a gradient while a step"
+                " runs. Buffers are carried to the host, where the gradient would be lost. Return the tensor instead,"
+                " or assign it detached."
+            )
         self._assigned[id(table), name] = table, value
 
     def write_buffers(self, silent: set[tuple[int, str]], *, learn: bool) -> dict[tuple[int, str], Tensor]:
@@ -152,12 +162,15 @@ class Scope:
         self._assigned.clear()
         return before
 
-    def accumulate(self) -> None:
-        """Give the gradients of the leaves to the worker."""
+    def accumulate(self, holder: Worker) -> None:
+        """Give the gradients of the leaves to ``holder``, the worker whose ticket the calling thread holds.
+
+        It need not be the one on which the code ran: what glue used is known to be complete stages later.
+        """
         for parameter, leaf, _ in self._leaves.values():
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None:
-                self.worker.accumulate(parameter, self.place, gradient)
+                holder.accumulate(parameter, self.place, holder.move(gradient))
 
     @property
     def trainable(self) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.exceptions import UnsupportedUseError
+from lightning_roundpipe.plan.costs import CallCost
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import Plan
 from lightning_roundpipe.runtime.gpu_worker import GpuWorker
@@ -23,15 +24,15 @@ from lightning_roundpipe.runtime.stats import StepStats, TicketSpan
 from lightning_roundpipe.runtime.step import Abort, Objective, Step, StepFunction
 from lightning_roundpipe.runtime.thread_state import ThreadState
 from lightning_roundpipe.runtime.traits import UnitTraits, unguard
-from lightning_roundpipe.runtime.units import Unit
+from lightning_roundpipe.runtime.units import Unit, tensor_bytes
 from lightning_roundpipe.runtime.updater import Updater, UpdateRequest
 from lightning_roundpipe.runtime.uses import UseCounter
 from lightning_roundpipe.runtime.worker import Worker
 
 __all__ = ["Executor", "StepResult"]
 
-PlanMaker = Callable[[Sequence[int], int], Plan]
-"""Makes a plan from the bytes of each call, in order, and the number of workers."""
+ScheduleMaker = Callable[[Sequence[CallCost], int], Schedule]
+"""Makes a schedule from the calls in order (their bytes; their times are not known) and the number of micro-batches."""
 
 
 _WEIGHT_SHARE = 0.3
@@ -62,7 +63,7 @@ class _Order:
     """The learned order of calls of one kind of step."""
 
     units: tuple[int, ...]
-    plan: Plan
+    schedule: Schedule
 
 
 @dataclass(eq=False)
@@ -73,22 +74,26 @@ class Executor:
         root: the model.
         units: what to stream.
         devices: one for each worker; virtual workers repeat a device.
-        plan_training: makes plans with a fused stage and backward stages.
-        plan_evaluation: makes plans of forward stages only.
+        plan_training: makes schedules with a fused stage and backward stages.
+        plan_evaluation: makes schedules of forward stages only.
         warn: tells the user something.
         compute_dtype: dtype to which float32 parameters are converted for computation; None to leave them.
         gpu_memory_limit: share of the GPU memory that is free at the start which may be used.
+
+    Attributes:
+        writes_buffers: whether forward passes of training were seen to change a buffer.
     """
 
     root: nn.Module
     units: tuple[Unit, ...]
     devices: Sequence[torch.device]
-    plan_training: PlanMaker
-    plan_evaluation: PlanMaker
+    plan_training: ScheduleMaker
+    plan_evaluation: ScheduleMaker
     warn: Callable[[str], None]
     compute_dtype: torch.dtype | None = None
     gpu_memory_limit: float = 0.9
     poison_masters: bool = field(default=False, init=False)
+    times_calls: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         pin = any(device.type == "cuda" for device in self.devices)
@@ -100,6 +105,7 @@ class Executor:
         self._traits = [UnitTraits(unit) for unit in self.units]
         self._orders: dict[str, _Order] = {}
         self._silent_buffers: set[tuple[int, str]] = set()
+        self.writes_buffers = False
 
     def _make_worker(self, index: int, device: torch.device) -> Worker:
         if device.type != "cuda":
@@ -114,6 +120,15 @@ class Executor:
     def invalidate(self) -> None:
         """Declare that weights or buffers may have changed since the last step, in whatever way."""
         self._stale = True
+
+    @property
+    def weight_budget_bytes(self) -> float:
+        """Memory for weights that every worker has."""
+        return min(worker.weight_budget_bytes for worker in self.workers)
+
+    def adopt(self, kind: str, schedule: Schedule) -> None:
+        """Run steps of ``kind``, whose order of calls is known, by another schedule from now on."""
+        self._orders[kind] = _Order(self._orders[kind].units, schedule)
 
     def close(self) -> None:
         """Give all memory back; the model is an ordinary one again."""
@@ -169,6 +184,7 @@ class Executor:
                 seed=seed,
                 schedule=schedule,
                 order=order,
+                times_calls=self.times_calls,
                 workers=self.workers,
                 traits=self._traits,
                 parameters=parameters,
@@ -176,6 +192,7 @@ class Executor:
                 abort=abort,
                 warn=self.warn_once,
                 on_glue=on_glue,
+                is_alone=count == 1,
                 uses=uses,
                 name_of=self._name_of,
             )
@@ -196,14 +213,18 @@ class Executor:
                 updater.start()
             if learned is None:
                 first = make_step(Schedule(Plan((), 0), len(self.workers), 1), ())
-                runs = [MicroBatchRun(first, 0, None)]
+                runs = [MicroBatchRun(first, 0, alone=True)]
                 self._run_threads(first, runs, state)
                 self.workers[0].clear()
-                learned = self._orders[kind] = self._plan(runs[0].order, trains)
-            schedule = Schedule(learned.plan, len(self.workers), max(count - len(runs), 1))
+                self.writes_buffers |= trains and runs[0].writes_buffers
+                learned = self._orders[kind] = self._plan(runs[0].order, count, trains)
+            schedule = learned.schedule.with_microbatches(count)
             if len(runs) < count:
                 step = make_step(schedule, learned.units)
-                rest = [MicroBatchRun(step, len(runs) + lane, lane) for lane in range(schedule.num_microbatches)]
+                for run in runs:
+                    step.gate.retire(run.index, range(schedule.plan.num_stages))
+                    step.gate.leave(run.index)
+                rest = [MicroBatchRun(step, index, alone=False) for index in range(len(runs), count)]
                 self._run_threads(step, rest, state)
                 runs += rest
                 self._relearn(kind, rest, trains)
@@ -223,9 +244,17 @@ class Executor:
             update_s=updater.update_s if updater is not None else 0.0,
             update_exposed_s=updater.exposed_s if updater is not None else 0.0,
             spans=tuple(
-                TicketSpan(worker.index, stage.index, stage.kind, run.index, worker.seconds(begin), worker.seconds(end))
+                TicketSpan(
+                    worker.index,
+                    stage.index,
+                    stage.kind,
+                    run.index,
+                    worker.seconds(begin),
+                    worker.seconds(end),
+                    tuple((call, worker.seconds(mark)) for call, mark in call_starts),
+                )
                 for run in runs
-                for worker, stage, begin, end in run.spans
+                for worker, stage, begin, end, call_starts in run.spans
             ),
         )
         return StepResult(
@@ -272,33 +301,37 @@ class Executor:
             worker.overwrites_grad = overwrites_grad
             worker.begin_step()
 
-    def _plan(self, order: Sequence[int], trains: bool) -> _Order:
-        call_bytes = [self.units[unit].num_bytes for unit in order]
+    def _plan(self, order: Sequence[int], num_microbatches: int, trains: bool) -> _Order:
         make = self.plan_training if trains else self.plan_evaluation
-        return _Order(tuple(order), make(call_bytes, len(self.workers)))
+        return _Order(tuple(order), make([self._call_size(self.units[unit]) for unit in order], num_microbatches))
+
+    def _call_size(self, unit: Unit) -> CallCost:
+        uploaded = sum(p.numel() * self.store.dtype_of(p).itemsize for p in unit.parameters)
+        landed = sum(tensor_bytes(p) for p in unit.parameters if p.requires_grad)
+        return CallCost(forward_s=0.0, backward_s=0.0, weight_bytes=uploaded, gradient_bytes=landed)
 
     def _relearn(self, kind: str, runs: Sequence[MicroBatchRun], trains: bool) -> None:
         """Plan anew if all micro-batches agree on another order than the planned one."""
         orders = {tuple(run.order) for run in runs}
         if len(orders) == 1 and (order := orders.pop()) != self._orders[kind].units:
-            self._orders[kind] = self._plan(order, trains)
+            self._orders[kind] = self._plan(order, self._orders[kind].schedule.num_microbatches, trains)
 
     def _run_threads(self, step: Step, runs: Sequence[MicroBatchRun], state: ThreadState) -> None:
         done = threading.Semaphore(0)
 
-        def body(run: MicroBatchRun, lane: int) -> None:
+        def body(run: MicroBatchRun) -> None:
             try:
                 state.run(run.execute)
             except BaseException as error:  # raised by the main thread below
                 step.abort.fail(error)
                 step.gate.abort()
             finally:
-                step.gate.leave(lane)
+                step.gate.leave(run.index)
                 done.release()
 
         threads = [
-            threading.Thread(target=body, args=(run, lane), name=f"roundpipe-microbatch-{run.index}", daemon=True)
-            for lane, run in enumerate(runs)
+            threading.Thread(target=body, args=(run,), name=f"roundpipe-microbatch-{run.index}", daemon=True)
+            for run in runs
         ]
         started = finished = 0
         try:

@@ -64,7 +64,7 @@ class GpuWorker(Worker):
 
     def __init__(self, index: int, device: torch.device, store: HostStore, weight_budget_bytes: int) -> None:
         super().__init__(index, device, store)
-        self._budget_bytes = weight_budget_bytes
+        self.weight_budget_bytes = weight_budget_bytes
         self._compute = torch.cuda.default_stream(device)
         self._h2d = torch.cuda.Stream(device)
         self._d2h = torch.cuda.Stream(device)
@@ -151,7 +151,7 @@ class GpuWorker(Worker):
     def _make_room(self, num_bytes: int) -> None:
         used = sum(slot.home.num_bytes for slot in self._slots.values())
         for key, slot in list(self._slots.items()):
-            if used + num_bytes <= self._budget_bytes:
+            if used + num_bytes <= self.weight_budget_bytes:
                 return
             if key not in self._wanted:
                 self._evict(key)

@@ -38,7 +38,7 @@ class UsePlace(NamedTuple):
     """Where a step uses a parameter: in the ``occurrence``-th call of a unit, or in a stretch of user code.
 
     Attributes:
-        group: replica group of the micro-batch.
+        group: part of the micro-batches that add to the sum: a round of a replica group (see `Schedule.part_of`).
         unit: index of the unit, or -1 for user code between calls.
         occurrence: how many calls of the unit (for user code: of any unit) came before in the micro-batch.
     """
@@ -111,6 +111,7 @@ class HostStore:
     _full_precision: set[int] = field(default_factory=set, init=False)
     _sums: dict[int, tuple[Tensor, list[LandedSum]]] = field(default_factory=dict, init=False)
     _landings: dict[int, list[Slab]] = field(default_factory=dict, init=False)
+    _reserved: set[int] = field(default_factory=set, init=False)
     _hidden: dict[int, Tensor] = field(default_factory=dict, init=False)
     uses: UseCounter | None = field(default=None, init=False)
     on_complete: Callable[[Tensor], None] | None = field(default=None, init=False)
@@ -217,6 +218,8 @@ class HostStore:
         """Give the sum for one place, in host memory; it has arrived when ``event`` is passed."""
         with self._lock:
             self._sums.setdefault(id(parameter), (parameter, []))[1].append(LandedSum(place, gradient, event))
+            if not gradient.is_sparse:
+                self._reserved.discard(gradient.data_ptr())
 
     def open_sum(self, parameter: Tensor) -> None:
         """A worker starts to sum a gradient."""
@@ -251,7 +254,7 @@ class HostStore:
         return None if total is None else total.to(parameter.dtype)
 
     def take_landed(self, parameter: Tensor, group: int) -> list[LandedSum]:
-        """Take back what later places of the same replica group have landed, to add it up elsewhere."""
+        """Take back what later places of the same part have landed, to add it up elsewhere."""
         with self._lock:
             _, sums = self._sums.get(id(parameter), (parameter, []))
             taken = [landed for landed in sums if landed.place.group == group]
@@ -259,7 +262,7 @@ class HostStore:
         return taken
 
     def landing(self, parameter: Tensor, *, overwrite_grad: bool) -> Tensor:
-        """Pinned memory in which the gradient of ``parameter`` may land.
+        """Pinned memory in which the gradient of ``parameter`` may land; nobody else gets it until `land`.
 
         Args:
             parameter: the master.
@@ -268,17 +271,18 @@ class HostStore:
         with self._lock:
             slabs = self._landings.setdefault(id(parameter), [])
             sums = self._sums.get(id(parameter), (parameter, []))[1]
-            used = {landed.gradient.data_ptr() for landed in sums if not landed.gradient.is_sparse}
+            used = {landed.gradient.data_ptr() for landed in sums if not landed.gradient.is_sparse} | self._reserved
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 used.add(parameter.grad.data_ptr())
                 if overwrite_grad and any(parameter.grad.data_ptr() == slab.tensors[0].data_ptr() for slab in slabs):
                     used.remove(parameter.grad.data_ptr())
                     parameter.grad = None
-            for slab in slabs:
-                if slab.tensors[0].data_ptr() not in used:
-                    return slab.tensors[0]
-            slabs.append(Slab([(parameter.shape, parameter.dtype)], pin=self.pin, warn=self.warn))
-            return slabs[-1].tensors[0]
+            landing = next((slab.tensors[0] for slab in slabs if slab.tensors[0].data_ptr() not in used), None)
+            if landing is None:
+                slabs.append(Slab([(parameter.shape, parameter.dtype)], pin=self.pin, warn=self.warn))
+                landing = slabs[-1].tensors[0]
+            self._reserved.add(landing.data_ptr())
+            return landing
 
     def owns(self, gradient: Tensor) -> bool:
         """Whether ``gradient`` lies in memory that `landing` gave."""
@@ -308,6 +312,7 @@ class HostStore:
         self.uses = self.on_complete = None
         self._partials.clear()
         self._sums.clear()
+        self._reserved.clear()
 
     # ------------------------------------------------------------------ end, and tests
 

@@ -71,29 +71,31 @@ class MicroBatchRun:
     Args:
         step: what the micro-batches share.
         index: number of the micro-batch in the batch.
-        lane: number of the micro-batch in the schedule, or None for the one that finds the order of calls: it runs
-            alone, on the first worker, without tickets.
+        alone: whether it finds the order of calls: it then runs alone, on the first worker, without tickets.
 
     Attributes:
         output: what the step function returned, without graphs, on its way to host memory.
         loss: the loss in it, likewise.
         order: the units that were called, by index.
-        spans: tickets, with the marks between which they ran.
+        spans: tickets, with the marks between which they ran and those at which calls started.
+        writes_buffers: whether a forward pass has changed a buffer.
     """
 
-    def __init__(self, step: "Step", index: int, lane: int | None) -> None:
+    def __init__(self, step: "Step", index: int, *, alone: bool) -> None:
         self._step = step
-        self._lane = lane
+        self._alone = alone
         self.index = index
         self.output: Any = None
         self.loss: Tensor | None = None
         self.order: list[int] = []
-        self.spans: list[tuple[Worker, Stage, Mark, Mark]] = []
-        self._position = _Position(() if lane is None else step.order)
-        self._group = 0 if lane is None else step.schedule.group_of(lane)
+        self.spans: list[tuple[Worker, Stage, Mark, Mark, list[tuple[int, Mark]]]] = []
+        self.writes_buffers = False
+        self._position = _Position(() if alone else step.order)
+        self._part = 0 if alone else step.schedule.part_of(index)
         self._ticket: Ticket | None = None
         self._holds_worker = False
         self._ticket_start: Mark = 0.0
+        self._call_starts: list[tuple[int, Mark]] = []
         self._worker = step.workers[0]
         self._scope = Scope(self._worker, UsePlace(0, _GLUE, 0))
         self._glue: list[Scope] = []
@@ -101,7 +103,7 @@ class MicroBatchRun:
         self._occurrences: Counter[int] = Counter()
         self._archive = InputArchive()
         self._inside_unit: Unit | None = None
-        self._observation = GlueObservation(step.parameters, self.parameter)
+        self._observation = GlueObservation(step.parameters, self.parameter, alone=step.is_alone)
 
     # ------------------------------------------------------------------ the thread
 
@@ -158,31 +160,35 @@ class MicroBatchRun:
     def _go_to(self, stage: int) -> None:
         """Hold the ticket of ``stage``; tickets in between are not needed."""
         self._step.check_aborted()
-        if self._lane is None or (self._ticket is not None and self._ticket.stage == stage):
+        if self._alone or (self._ticket is not None and self._ticket.stage == stage):
             return
         first = self._next_stage
         self._let_go()
         self._retire(range(first, stage))
-        ticket = Ticket(stage, self._lane)
+        ticket = Ticket(stage, self.index)
         self._worker = self._step.workers[self._step.gate.acquire(ticket)]
         self._ticket, self._holds_worker = ticket, True
         self._worker.activate()
         self._archive.forget_restored()
-        self._ticket_start = self._worker.mark()
-        upcoming = self._step.stage_parameters(stage + self._step.schedule.group_size)
+        self._ticket_start, self._call_starts = self._worker.mark(), []
+        upcoming = self._step.stage_parameters(self._step.schedule.stage_after(ticket))
         self._worker.enter(stage, self._step.stage_parameters(stage), upcoming)
 
     def _let_go(self) -> None:
         if self._ticket is None or not self._holds_worker:
             return
         stage = self._step.schedule.plan.stages[self._ticket.stage]
-        self.spans.append((self._worker, stage, self._ticket_start, self._worker.mark()))
+        self.spans.append((self._worker, stage, self._ticket_start, self._worker.mark(), self._call_starts))
         self._holds_worker = False
         self._step.gate.release(self._ticket)
 
     def _retire(self, stages: range) -> None:
-        if self._lane is not None and stages:
-            self._step.gate.retire(self._lane, stages)
+        if not self._alone and stages:
+            self._step.gate.retire(self.index, stages)
+
+    def _note_call(self, position: int) -> None:
+        if self._step.times_calls and self._holds_worker:
+            self._call_starts.append((position, self._worker.mark()))
 
     # ------------------------------------------------------------------ lookups (see `lookup.Resolver`)
 
@@ -214,18 +220,28 @@ class MicroBatchRun:
                 " (for example in `on_train_batch_end`); for `nn.Embedding(max_norm=...)`, clip its rows there."
             )
         with self._step.buffer_lock, torch._C.DisableTorchFunction():
-            return scope.write_buffers(self._step.silent_buffers, learn=learn)
+            before = scope.write_buffers(self._step.silent_buffers, learn=learn)
+        self.writes_buffers |= bool(before)
+        if before and self._step.schedule.num_parts > 1:
+            names = sorted({name for _, name in before})
+            raise UnsupportedUseError(
+                f"Buffers are updated in forward passes ({', '.join(names)}), but the schedule has"
+                f" {self._step.schedule.replica_groups} replica groups in {self._step.schedule.num_rounds} round(s):"
+                " micro-batches that run side by side would overwrite each other's updates. Use `replica_groups=1` and"
+                " a plan with one round."
+            )
+        return before
 
     # ------------------------------------------------------------------ glue
 
     def _begin_glue(self) -> None:
         stretch = len(self.order)
-        self._scope = Scope(self._worker, UsePlace(self._group, _GLUE, stretch))
+        self._scope = Scope(self._worker, UsePlace(self._part, _GLUE, stretch))
         self._seed(2 * stretch)
         self._step.on_glue(self.index, self._worker.device)
 
     def _end_glue(self) -> None:
-        self._close(self._scope, learn=self._lane is None)
+        self._close(self._scope, learn=self._alone)
         if trainable := self._scope.trainable:
             self._step.add_uses(trainable)
             self._glue.append(self._scope)
@@ -234,9 +250,9 @@ class MicroBatchRun:
         """Give on the gradients of the stretches that no later backward can reach: those after call ``after``."""
         while self._glue and self._glue[-1].place.occurrence > after:
             scope = self._glue.pop()
-            scope.accumulate()
+            scope.accumulate(self._worker)
             self._step.remove_uses(scope.trainable)
-            if self._lane is None:
+            if self._alone:
                 self._worker.spill()
 
     def _seed(self, place: int) -> None:
@@ -252,7 +268,7 @@ class MicroBatchRun:
         self._end_glue()
         number = len(self.order)
         self.order.append(unit.index)
-        place = UsePlace(self._group, unit.index, self._occurrences[unit.index])
+        place = UsePlace(self._part, unit.index, self._occurrences[unit.index])
         self._occurrences[unit.index] += 1
         position = self._position.advance(unit.index)
         with self._observation.paused():
@@ -260,6 +276,7 @@ class MicroBatchRun:
             try:
                 if position is not None:
                     self._go_to(self._step.schedule.plan.forward_stage(position))
+                    self._note_call(position)
                 else:
                     self._step.check_aborted()
                 with self._inside(unit):
@@ -305,6 +322,12 @@ class MicroBatchRun:
             return result
 
         self._refuse_opaque(unit, leaves, "was given", lambda tensor: tensor.requires_grad)
+        if learning and traits.has_forward_hooks:
+            self._step.warn(
+                f"Forward hooks are registered inside unit {unit}. They run again in recomputation, and a tensor that"
+                " they keep for a loss carries no gradient: return it from the unit instead.",
+                "forward hooks",
+            )
         keeps_graph = self._is_fused
         copies = learning or traits.changes_inputs
         record = CallRecord(
@@ -376,10 +399,18 @@ class MicroBatchRun:
                 " for its backward, so the caller would not see the change, or see it twice. Return the new value"
                 " instead."
             )
-        changed = any(
-            isinstance(argument, Tensor) and argument._version != version
+        changed = [
+            argument
             for argument, version in zip(arguments, versions, strict=True)
-        )
+            if isinstance(argument, Tensor) and argument._version != version
+        ]
+        if learning and not all(argument.requires_grad for argument in changed):
+            # An activation that is overwritten is of no use to the caller any more; anything else may be an
+            # accumulator.
+            raise UnsupportedUseError(
+                f"Unit {unit} changed a tensor among its arguments in place. It works on a copy, and runs again for its"
+                " backward, so the caller would not see the change, or see it twice. Return the new value instead."
+            )
         if not changed or traits.changes_inputs:
             return
         traits.changes_inputs = True
@@ -479,8 +510,9 @@ class MicroBatchRun:
             record = self._records.pop()
             self._land_glue(after=record.number)
             if any(gradient is not None for gradient in record.output_grads):
-                if not record.keeps_graph and self._lane is not None:
+                if not record.keeps_graph and not self._alone:
                     self._go_to(plan.backward_stage(record.position))
+                self._note_call(record.position)
                 with self._inside(record.unit):
                     self._run_backward(record)
             self._step.remove_uses(record.trainable)
@@ -516,8 +548,8 @@ class MicroBatchRun:
                 torch.autograd.backward(roots, gradients)
         finally:
             self._scope = outer
-        scope.accumulate()
-        if self._lane is None:
+        scope.accumulate(self._worker)
+        if self._alone:
             # This micro-batch runs through all stages: its gradients would not fit a GPU.
             self._worker.spill()
         edges: list[GradientEdge] = []

@@ -34,6 +34,7 @@ class ParameterSubstitution(TorchFunctionMode):
 
     Attributes:
         found: whether a parameter was replaced.
+        may_freeze: whether flags of parameters may be set; else that is refused.
         data_taken: whether the ``data`` of a parameter was asked for, through which it could be written without a
         trace.
     """
@@ -44,6 +45,7 @@ class ParameterSubstitution(TorchFunctionMode):
         self._lookup = lookup
         self.found = False
         self.data_taken = False
+        self.may_freeze = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,10 +59,12 @@ class ParameterSubstitution(TorchFunctionMode):
             self.data_taken |= name == "data" and isinstance(args[0], nn.Parameter)
         elif name in ("__set__", "requires_grad_") and id(args[0]) in self._parameters:
             name = getattr(getattr(func, "__self__", None), "__name__", name)
-            if name in ("data", "requires_grad", "requires_grad_"):
+            if name == "data" or (name.startswith("requires_grad") and not self.may_freeze):
                 raise UnsupportedUseError(
-                    f"`{name}` of a parameter was set while a step runs, by one of several micro-batches. Freeze,"
-                    " unfreeze and replace weights between steps (for example in `on_train_batch_start`)."
+                    f"`{name}` of a parameter was set while a step runs. Freeze, unfreeze and replace weights between"
+                    " steps (for example in `on_train_batch_start`). What freezes for a while (peft's"
+                    " `disable_adapter` and `set_adapter`) needs `RoundPipeStrategy(num_microbatches=1)`: the module"
+                    " is one for all micro-batches."
                 )
             return func(*args, **kwargs)
         arguments = [self._substitute(argument) for argument in args]
@@ -84,8 +88,11 @@ class GlueObservation(ParameterSubstitution):
         losses: each cross-entropy that averages, with the number of its targets that are not ignored.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], lookup: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], lookup: Callable[[Tensor], Tensor], *, alone: bool = False
+    ) -> None:
         super().__init__(parameters, lookup)
+        self.may_freeze = alone
         self.losses: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager

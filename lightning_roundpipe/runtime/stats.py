@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import StageKind
@@ -11,7 +12,11 @@ __all__ = ["StepStats", "TicketSpan"]
 
 @dataclass(frozen=True, slots=True)
 class TicketSpan:
-    """One ticket's time on its worker, in seconds of `time.perf_counter`."""
+    """One ticket's time on its worker, in seconds of `time.perf_counter`.
+
+    ``calls``: for each call that ran, in the order in which they ran, its place in the plan and its start; a fused
+    stage has each call twice. Only where calls are timed.
+    """
 
     worker: int
     stage: int
@@ -19,6 +24,18 @@ class TicketSpan:
     microbatch: int
     start_s: float
     stop_s: float
+    calls: tuple[tuple[int, float], ...] = ()
+
+    def call_seconds(self) -> dict[int, float]:
+        """For each call that was timed the seconds that it took, forward and backward together.
+
+        User code counts for the call before it, and what comes before the first call for that one.
+        """
+        starts = [self.start_s, *(start_s for _, start_s in self.calls[1:]), self.stop_s]
+        seconds: dict[int, float] = {}
+        for (call, _), (start_s, stop_s) in zip(self.calls, pairwise(starts), strict=False):
+            seconds[call] = seconds.get(call, 0.0) + stop_s - start_s
+        return seconds
 
 
 @dataclass(frozen=True)

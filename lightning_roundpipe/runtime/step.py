@@ -64,12 +64,14 @@ class Step:
         schedule: stages, workers and micro-batches.
         order: index of the unit at each position of the plan.
         stage_units: the units of each stage.
+        times_calls: whether to note when each call starts.
         workers: by number.
         traits: by index of the unit.
         parameters: all parameters of the model.
         silent_buffers: see `Scope.write_buffers`.
         abort: shared by the parts of a step.
         warn: tells the user a message, once for each topic.
+        is_alone: whether the batch is a single micro-batch, which may then do as it likes with flags of the module.
         uses: counts what may still add to gradients, if parameters are updated while the step runs.
         name_of: the name of a parameter, for messages.
         on_glue: called before each stretch of user code, with the micro-batch and the device on which it runs.
@@ -81,6 +83,7 @@ class Step:
     seed: int
     schedule: Schedule
     order: tuple[int, ...]
+    times_calls: bool
     workers: Sequence[Worker]
     traits: Sequence[UnitTraits]
     parameters: Sequence[Tensor]
@@ -88,6 +91,7 @@ class Step:
     abort: Abort
     warn: Callable[[str, str], None]
     on_glue: Callable[[int, torch.device], None]
+    is_alone: bool
     uses: UseCounter | None
     name_of: Callable[[Tensor], str]
     user_lock: threading.Lock = field(default_factory=threading.Lock)

@@ -61,6 +61,12 @@ class UnitTraits:
         """The mode in which the unit runs now."""
         return tuple((module.training, vars(module).get("p")) for module in self.unit.submodules)
 
+    @property
+    def has_forward_hooks(self) -> bool:
+        """Whether forward hooks are registered below the unit, other than those of transformers (see `captures`)."""
+        hooks = (hook for module in self.unit.submodules for hook in module._forward_hooks.values())
+        return any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
+
     def set_mode(self, mode: Mode) -> None:
         """Let the unit run in ``mode`` from now on."""
         for module, (training, p) in zip(self.unit.submodules, mode, strict=True):

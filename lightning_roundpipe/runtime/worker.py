@@ -3,6 +3,7 @@
 Only the thread that holds the worker's ticket touches it, so nothing here is locked.
 """
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -44,6 +45,7 @@ class Worker:
     Attributes:
         holds_inputs: whether inputs of calls may stay on the device for their backward, because that runs here, too.
         overwrites_grad: whether a landing gradient may take the place of a parameter's ``.grad``.
+        weight_budget_bytes: memory for weights.
     """
 
     def __init__(self, index: int, device: torch.device, store: HostStore) -> None:
@@ -51,6 +53,7 @@ class Worker:
         self.device = device
         self.holds_inputs = False
         self.overwrites_grad = True
+        self.weight_budget_bytes = math.inf
         self._store = store
         self._stage = -1
         # Every value holds the host tensor of its key, so that an `id` is not given to another tensor meanwhile.

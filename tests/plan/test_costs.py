@@ -226,7 +226,19 @@ def test_a_new_plan_must_be_worth_it():
     costs = [CallCost(forward_s=1, backward_s=2)] * 16
     machine = Machine(num_workers=4)
     poor = Schedule(Plan((15,), 1, (15,)), 4, 8)
-    better = better_choice(poor, costs, machine)
-    assert better is not None
-    assert better.step_s < simulate(poor, costs, machine).makespan
+    choices = better_choice(poor, costs, machine)
+    assert choices is not None
+    now, better = choices
+    assert now.schedule == poor
+    assert better.step_s < now.step_s == simulate(poor, costs, machine).makespan
     assert better_choice(better.schedule, costs, machine) is None
+
+
+def test_a_new_plan_keeps_what_is_fixed():
+    costs = [CallCost(forward_s=1, backward_s=2)] * 16
+    poor = Schedule(Plan((12,), 4, (12,)), 4, 8)
+    fixed = {"replica_groups": 1, "num_rounds": 1, "min_fused": 3, "max_fused": 3}
+    choices = better_choice(poor, costs, Machine(num_workers=4), **fixed)
+    assert choices is not None
+    schedule = choices[1].schedule
+    assert (schedule.replica_groups, schedule.num_rounds, schedule.plan.fused) == (1, 1, 3)

@@ -62,6 +62,9 @@ def test_yaml_file_and_printed_config(tmp_path: Path, capsys: pytest.CaptureFixt
         "loss_weight": "samples",
         "optimizer_overlap": "off",
         "workers_per_device": 1,
+        "plan": "auto",
+        "replica_groups": 2,
+        "show_plan": True,
     }
     strategy = {"class_path": CLASS_PATH, "init_args": arguments}
     config = tmp_path / "config.yaml"
@@ -101,6 +104,9 @@ def test_registered_once() -> None:
         ({"loss_weight": "rows"}, "loss_weight"),
         ({"optimizer_overlap": "always"}, "optimizer_overlap"),
         ({"workers_per_device": 0}, "workers_per_device"),
+        ({"replica_groups": 0}, "replica_groups"),
+        ({"replica_groups": "many"}, "replica_groups"),
+        ({"plan": "plan.json", "replica_groups": 2}, "replica_groups"),
         ({"units": []}, "units"),
     ],
     ids=str,

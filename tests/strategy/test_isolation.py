@@ -104,3 +104,14 @@ def test_no_randomness_is_left_behind() -> None:
     before = torch.get_rng_state()
     train(lambda: seeded(Residual), residual_batches(), RoundPipeStrategy(num_microbatches=3), 2)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # `pytest.warns` hands Lightning's own on without their module.
+def test_forward_hooks_inside_units_are_warned_about() -> None:
+    def build() -> L.LightningModule:
+        module = Residual()
+        module.blocks[1].up.register_forward_hook(lambda *_: None)
+        return module
+
+    with pytest.warns(UserWarning, match=r"hooks are registered inside unit `blocks\.1`"):
+        train(lambda: seeded(build), residual_batches(), RoundPipeStrategy(num_microbatches=2), 2)

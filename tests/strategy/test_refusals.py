@@ -1,0 +1,110 @@
+"""What can not be right is refused by name, before it trains anything wrong."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.exceptions import UnsupportedUseError
+from tests.helpers.equivalence import assert_results_close, train
+from tests.helpers.models import Residual, residual_batches, seeded
+
+
+def fit(build: Any, num_microbatches: int = 3) -> None:
+    train(lambda: seeded(build), residual_batches(), RoundPipeStrategy(num_microbatches=num_microbatches), 2)
+
+
+class Accumulates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        total += x.detach().mean()
+        return x + self.layer(x)
+
+
+class WithAccumulator(Residual):
+    def loss(self, batch: Any) -> Tensor:
+        total = torch.zeros(())
+        hidden = self.embed(batch[0])
+        for block in self.blocks:
+            hidden = block(hidden, total)
+        return self.head(hidden).square().mean() + total
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Accumulates() for _ in range(3))
+
+
+def test_accumulator_argument() -> None:
+    with pytest.raises(UnsupportedUseError, match=r"`blocks\.0` changed a tensor among its arguments"):
+        fit(WithAccumulator)
+
+
+class StoresInBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("aux", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.layer(x)
+        self.aux = y.square().mean()
+        return y
+
+
+def test_buffer_with_a_gradient() -> None:
+    def build() -> L.LightningModule:
+        module = Residual()
+        module.blocks = nn.ModuleList(StoresInBuffer() for _ in range(3))
+        return module
+
+    with pytest.raises(UnsupportedUseError, match="Buffer `aux` of StoresInBuffer"):
+        fit(build, num_microbatches=1)
+
+
+class FreezesForAWhile(Residual):
+    def loss(self, batch: Any) -> Tensor:
+        self.blocks[0].requires_grad_(False)
+        with torch.no_grad():
+            target = self(batch[0])
+        self.blocks[0].requires_grad_(True)
+        return super().loss(batch) + (self(batch[0]) - target).square().mean()
+
+
+def test_freezing_inside_a_step() -> None:
+    with pytest.raises(UnsupportedUseError, match="num_microbatches=1"):
+        fit(FreezesForAWhile)
+
+
+def test_freezing_inside_a_step_with_one_microbatch() -> None:
+    expected = train(lambda: seeded(FreezesForAWhile), residual_batches())
+    found = train(lambda: seeded(FreezesForAWhile), residual_batches(), RoundPipeStrategy(num_microbatches=1), 2)
+    assert_results_close(expected, found, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"num_microbatches": "3"}, "num_microbatches"),
+        ({"num_microbatches": True}, "num_microbatches"),
+        ({"workers_per_device": 1.5}, "workers_per_device"),
+        ({"gpu_memory_limit": "10GB"}, "gpu_memory_limit"),
+        ({"units": [nn.Linear]}, "units"),
+        ({"loss_weight": 2.0}, "loss_weight"),
+        ({"split_rules": ["x"]}, "split_rules"),
+        ({"split_rules": {0: 0}}, "split_rules"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_wrong_type(arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        RoundPipeStrategy(**arguments)
+
+
+def test_off_as_yaml_reads_it() -> None:
+    RoundPipeStrategy(optimizer_overlap=False)
