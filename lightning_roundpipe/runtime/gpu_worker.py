@@ -214,7 +214,7 @@ class GpuWorker(Worker):
         landings = []
         with torch.cuda.stream(self._d2h):
             for parameter, _, total in ready:
-                landings.append(self._store.landing(parameter, overwrite_grad=self.overwrites_grad))
+                landings.append(self._store.landing(parameter, self.index, overwrite_grad=self.overwrites_grad))
                 landings[-1].copy_(total, non_blocking=True)
         event = self._hold([total for _, _, total in ready])
         for (parameter, place, _), landing in zip(ready, landings, strict=True):
@@ -226,6 +226,7 @@ class GpuWorker(Worker):
             self._h2d.wait_event(landed.event)
         with torch.cuda.stream(self._h2d):
             gradient = landed.gradient.to(self.device, non_blocking=True)
+        self._store.reading(landed.gradient, self.index, self._event(self._h2d, timing=False))
         gradient.record_stream(self._compute)
         self._compute.wait_stream(self._h2d)
         return gradient

@@ -113,6 +113,7 @@ class HostStore:
     _landings: dict[int, list[Slab]] = field(default_factory=dict, init=False)
     _reserved: set[int] = field(default_factory=set, init=False)
     _hidden: dict[int, Tensor] = field(default_factory=dict, init=False)
+    _readers: list[tuple[Tensor, int, torch.cuda.Event]] = field(default_factory=list, init=False)
     uses: UseCounter | None = field(default=None, init=False)
     on_complete: Callable[[Tensor], None] | None = field(default=None, init=False)
     _fingerprints: dict[int, tuple[int, Tensor]] = field(default_factory=dict, init=False)
@@ -261,17 +262,25 @@ class HostStore:
             sums[:] = [landed for landed in sums if landed.place.group != group]
         return taken
 
-    def landing(self, parameter: Tensor, *, overwrite_grad: bool) -> Tensor:
+    def reading(self, gradient: Tensor, worker: int, event: torch.cuda.Event) -> None:
+        """Until ``event`` is passed ``worker`` reads ``gradient``: no other worker's may land in its memory."""
+        with self._lock:
+            self._readers.append((gradient, worker, event))
+
+    def landing(self, parameter: Tensor, worker: int, *, overwrite_grad: bool) -> Tensor:
         """Pinned memory in which the gradient of ``parameter`` may land; nobody else gets it until `land`.
 
         Args:
             parameter: the master.
+            worker: the one that writes; its own reads come before that, in the order of its streams.
             overwrite_grad: whether ``parameter.grad``, if it lies in such memory, is of no use any more.
         """
         with self._lock:
             slabs = self._landings.setdefault(id(parameter), [])
             sums = self._sums.get(id(parameter), (parameter, []))[1]
             used = {landed.gradient.data_ptr() for landed in sums if not landed.gradient.is_sparse} | self._reserved
+            self._readers = [reader for reader in self._readers if not reader[2].query()]
+            used |= {gradient.data_ptr() for gradient, reader, _ in self._readers if reader != worker}
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 used.add(parameter.grad.data_ptr())
                 if overwrite_grad and any(parameter.grad.data_ptr() == slab.tensors[0].data_ptr() for slab in slabs):
@@ -310,6 +319,7 @@ class HostStore:
 
     def _forget(self) -> None:
         self.uses = self.on_complete = None
+        self._readers.clear()
         self._partials.clear()
         self._sums.clear()
         self._reserved.clear()
