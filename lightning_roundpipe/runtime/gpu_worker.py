@@ -206,7 +206,7 @@ class GpuWorker(Worker):
             if total.is_sparse:
                 self._store.land(parameter, place, total.cpu())
                 continue
-            for landed in self._store.take_landed(parameter, place.group):
+            for landed in self._store.take_landed(parameter, place.group, self.index):
                 # A tied weight: adding up on the GPU is cheaper than on the host.
                 total = self._bring_back(landed) + total
             ready.append((parameter, place, total.to(parameter.dtype)))

@@ -113,7 +113,7 @@ class HostStore:
     _landings: dict[int, list[Slab]] = field(default_factory=dict, init=False)
     _reserved: set[int] = field(default_factory=set, init=False)
     _hidden: dict[int, Tensor] = field(default_factory=dict, init=False)
-    _readers: list[tuple[Tensor, int, torch.cuda.Event]] = field(default_factory=list, init=False)
+    _readers: list[tuple[Tensor, int, torch.cuda.Event | None]] = field(default_factory=list, init=False)
     uses: UseCounter | None = field(default=None, init=False)
     on_complete: Callable[[Tensor], None] | None = field(default=None, init=False)
     _fingerprints: dict[int, tuple[int, Tensor]] = field(default_factory=dict, init=False)
@@ -254,17 +254,22 @@ class HostStore:
             total = landed.gradient if total is None else total + landed.gradient
         return None if total is None else total.to(parameter.dtype)
 
-    def take_landed(self, parameter: Tensor, group: int) -> list[LandedSum]:
-        """Take back what later places of the same part have landed, to add it up elsewhere."""
+    def take_landed(self, parameter: Tensor, group: int, worker: int) -> list[LandedSum]:
+        """Take back what later places of the same replica group have landed, for ``worker`` to add it up.
+
+        Nobody else may land in that memory until `reading` has told when the worker is done with it.
+        """
         with self._lock:
             _, sums = self._sums.get(id(parameter), (parameter, []))
             taken = [landed for landed in sums if landed.place.group == group]
             sums[:] = [landed for landed in sums if landed.place.group != group]
+            self._readers += [(landed.gradient, worker, None) for landed in taken]
         return taken
 
     def reading(self, gradient: Tensor, worker: int, event: torch.cuda.Event) -> None:
-        """Until ``event`` is passed ``worker`` reads ``gradient``: no other worker's may land in its memory."""
+        """``worker`` is done with ``gradient``, which `take_landed` gave it, when ``event`` is passed."""
         with self._lock:
+            self._readers = [reader for reader in self._readers if reader[0] is not gradient]
             self._readers.append((gradient, worker, event))
 
     def landing(self, parameter: Tensor, worker: int, *, overwrite_grad: bool) -> Tensor:
@@ -279,7 +284,7 @@ class HostStore:
             slabs = self._landings.setdefault(id(parameter), [])
             sums = self._sums.get(id(parameter), (parameter, []))[1]
             used = {landed.gradient.data_ptr() for landed in sums if not landed.gradient.is_sparse} | self._reserved
-            self._readers = [reader for reader in self._readers if not reader[2].query()]
+            self._readers = [reader for reader in self._readers if reader[2] is None or not reader[2].query()]
             used |= {gradient.data_ptr() for gradient, reader, _ in self._readers if reader != worker}
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 used.add(parameter.grad.data_ptr())

@@ -1,5 +1,6 @@
 """The main job on a GPU: the same numbers as plain training there, whatever streams and slots do."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +71,8 @@ def test_half_precision_is_near_plain(precision: str) -> None:
 
 
 def test_nothing_stays_on_the_gpu() -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
     fit(BY_NAME["qwen3_tied"], RoundPipeStrategy(num_microbatches=3))
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() < 2**20
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 2**16
