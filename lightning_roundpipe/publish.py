@@ -52,6 +52,8 @@ def _publish(parameter: Tensor, gradient: Tensor, factor: float) -> Tensor | Non
     # Not through autograd: it would copy the gradient, which we keep the memory of.
     if parameter.grad is None:
         parameter.grad = gradient if factor == 1.0 else gradient.mul_(factor)
+    elif parameter.grad.is_sparse and not gradient.is_sparse:
+        parameter.grad = gradient * factor + parameter.grad  # In place a sparse gradient can not become dense.
     else:
         parameter.grad += gradient if factor == 1.0 else gradient * factor
     return None
