@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.runtime.partial_step import reason_against_parts
 
-__all__ = ["hooks_between_steps", "reason_against_overlap"]
+__all__ = ["clears_or_reads_spent_gradients", "hooks_between_steps", "reason_against_overlap"]
 
 _SEE_GRADIENTS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 _CHANGE_GRADIENTS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
@@ -41,6 +41,15 @@ def hooks_between_steps(module: LightningModule) -> bool:
     """Whether user code runs between two steps, which may change weights in any way."""
     callbacks = [c for c in _callbacks(module.trainer) if not type(c).__module__.startswith("lightning.")]
     return any(is_overridden(hook, owner) for owner in (module, *callbacks) for hook in _BETWEEN_STEPS)
+
+
+def clears_or_reads_spent_gradients(module: LightningModule) -> bool:
+    """Whether user code clears gradients itself, or looks at those of the last step before they are cleared."""
+    return (
+        is_overridden("optimizer_zero_grad", module)
+        or is_overridden("on_before_zero_grad", module)
+        or any(is_overridden("on_before_zero_grad", callback) for callback in _callbacks(module.trainer))
+    )
 
 
 def _callbacks(trainer: Any) -> list[Any]:

@@ -16,14 +16,17 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import move_data_to_device, rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_roundpipe.exceptions import PlanError
 from lightning_roundpipe.module_view import ModuleViews
-from lightning_roundpipe.overlap import hooks_between_steps, reason_against_overlap
+from lightning_roundpipe.overlap import (
+    clears_or_reads_spent_gradients,
+    hooks_between_steps,
+    reason_against_overlap,
+)
 from lightning_roundpipe.plan.files import save_schedule
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.precision import RoundPipePrecision
@@ -457,8 +460,7 @@ class RoundPipeStrategy(ParallelStrategy):
         trainer = self._module.trainer
         accumulated = trainer.accumulate_grad_batches
         stepper = PartialStepper(optimizer)
-        fresh = trainer.fit_loop.batch_idx % accumulated == 0
-        self._update = UpdateRequest(stepper, 1 / accumulated, fresh=fresh)
+        self._update = UpdateRequest(stepper, 1 / accumulated, fresh=self._starts_anew())
         try:
             # What `optimizer.step(closure)` of the precision plugin calls first: the closure, then the hooks.
             result = self.precision_plugin._wrap_closure(self._module, optimizer, closure)
@@ -639,12 +641,12 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def _grad_is_spent(self) -> bool:
         """Whether Lightning will clear ``.grad`` before it adds this step's gradients, and nobody looks at it."""
-        module, trainer = self._module, self._module.trainer
-        hooks = ("on_before_zero_grad", "optimizer_zero_grad")
-        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0 and not (
-            any(is_overridden(hook, module) for hook in hooks)
-            or any(is_overridden(hooks[0], callback) for callback in _callbacks(trainer))
-        )
+        return self._starts_anew() and not clears_or_reads_spent_gradients(self._module)
+
+    def _starts_anew(self) -> bool:
+        """Whether ``.grad`` starts anew with this batch: Lightning clears it before the first that it accumulates."""
+        trainer = self._module.trainer
+        return bool(trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0)
 
     def _count_microbatches(self) -> int:
         if isinstance(self._num_microbatches, int):
@@ -687,10 +689,6 @@ def _resolve_loss_weight(loss_weight: str | Callable[[Any], float]) -> LossWeigh
 def _signature(module: torch.nn.Module) -> tuple[tuple[int, bool], ...]:
     """Changes whenever parameters are added, replaced, frozen or unfrozen."""
     return tuple((id(parameter), parameter.requires_grad) for parameter in module.parameters())
-
-
-def _callbacks(trainer: "Trainer") -> list[Any]:
-    return list(getattr(trainer, "callbacks", ()))
 
 
 def _is_count(value: Any) -> bool:
