@@ -178,6 +178,7 @@ def run_roundpipe(args: argparse.Namespace) -> dict[str, Any]:
         num_microbatches=args.micro_batches,
         workers_per_device=args.workers_per_device,
         optimizer_overlap=args.overlap,
+        compile_units=args.compile,
     )
     strategy.plan = args.plan
     clock = StepClock(profiled_step=args.warmup if args.profile else None)
@@ -249,6 +250,7 @@ def main() -> None:
     parser.add_argument("--memory-gib", type=float, default=0.0, help="cap of the allocator; 0 for none")
     parser.add_argument("--workers-per-device", type=int, default=1)
     parser.add_argument("--overlap", choices=["off", "exact"], default="off")
+    parser.add_argument("--compile", action="store_true", help="compile units")
     parser.add_argument("--profile", action="store_true", help="profile the first step after the warm-up")
     parser.add_argument("--plan", help="calls in forward stages | fused stage and backward stages, e.g. 10-10|10-8-8-4")
     args = parser.parse_args()

@@ -94,6 +94,9 @@ class RoundPipeStrategy(ParallelStrategy):
         replica_groups: groups of workers that each run their own micro-batches through all stages: less idle time for
             more traffic. The last bits of sums of gradients depend on it. ``"auto"``: one at first, then what is
             fastest.
+        compile_units: whether to compile units whose class occurs more than once (the layers of a model): one graph for
+            all that are alike. A mapping gives arguments of `torch.compile`. The numbers then agree with eager ones up
+            to rounding only. What does not compile runs eagerly, which is said once.
         show_plan: whether to print a picture of each plan.
         accelerator: see `lightning.pytorch.strategies.Strategy`.
         checkpoint_io: see there.
@@ -101,7 +104,8 @@ class RoundPipeStrategy(ParallelStrategy):
 
     Raises:
         ValueError: an argument is out of its range.
-        TypeError: ``loss_weight`` is the import path of something else than a function.
+        TypeError: ``loss_weight`` is the import path of something else than a function, or ``compile_units`` is neither
+            a flag nor a mapping.
 
     Source: RoundPipe, arXiv 2604.27085.
     """
@@ -119,6 +123,7 @@ class RoundPipeStrategy(ParallelStrategy):
         gpu_memory_limit: float = 0.9,
         plan: str | os.PathLike[str] = "auto",
         replica_groups: int | str = 1,
+        compile_units: bool | Mapping[str, Any] = False,
         show_plan: bool = False,
         accelerator: Any = None,
         checkpoint_io: Any = None,
@@ -158,6 +163,11 @@ class RoundPipeStrategy(ParallelStrategy):
                 f"A plan in a file has its number of replica groups, but got `replica_groups={replica_groups!r}` beside"
                 f" `plan={str(plan)!r}`. Leave it out."
             )
+        if not isinstance(compile_units, bool | Mapping):
+            raise TypeError(
+                f"`compile_units` must be True, False or a mapping of arguments of `torch.compile`, but got"
+                f" {compile_units!r}."
+            )
         if units != "auto" and not units:
             raise ValueError(f"`units` must be 'auto' or name at least one module, but got {units!r}.")
         self._num_microbatches = num_microbatches
@@ -170,6 +180,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._split_rules = dict(split_rules or {})
         self._plan = os.fspath(plan)
         self._replica_groups = None if isinstance(replica_groups, str) else replica_groups
+        self._compile_options = {} if compile_units is True else compile_units or None
         self._show_plan = show_plan
         self._given_schedule: Schedule | None = None
         self._planner: TrainingPlanner | None = None
@@ -340,6 +351,7 @@ class RoundPipeStrategy(ParallelStrategy):
             warn=rank_zero_warn,
             compute_dtype=self.precision_plugin.compute_dtype,
             gpu_memory_limit=self._gpu_memory_limit,
+            compile_options=self._compile_options,
         )
         _log.debug("units: %s", ", ".join(map(str, executor.units)))
         return executor

@@ -2,9 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.plan.costs import CallCost
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import Plan
+from lightning_roundpipe.runtime.compiled import CompiledUnits
 from lightning_roundpipe.runtime.gpu_worker import GpuWorker
 from lightning_roundpipe.runtime.hazards import uncompiled
 from lightning_roundpipe.runtime.host_store import HostStore
@@ -23,6 +25,7 @@ from lightning_roundpipe.runtime.randomness import preserved_generators
 from lightning_roundpipe.runtime.stats import StepStats, TicketSpan
 from lightning_roundpipe.runtime.step import Abort, Objective, Step, StepFunction
 from lightning_roundpipe.runtime.thread_state import ThreadState
+from lightning_roundpipe.runtime.threads import ThreadPool
 from lightning_roundpipe.runtime.traits import UnitTraits, unguard
 from lightning_roundpipe.runtime.units import Unit, tensor_bytes
 from lightning_roundpipe.runtime.updater import Updater, UpdateRequest
@@ -79,6 +82,7 @@ class Executor:
         warn: tells the user something.
         compute_dtype: dtype to which float32 parameters are converted for computation; None to leave them.
         gpu_memory_limit: share of the GPU memory that is free at the start which may be used.
+        compile_options: keyword arguments of `torch.compile` for units; None to run them eagerly.
 
     Attributes:
         writes_buffers: whether forward passes of training were seen to change a buffer.
@@ -92,6 +96,7 @@ class Executor:
     warn: Callable[[str], None]
     compute_dtype: torch.dtype | None = None
     gpu_memory_limit: float = 0.9
+    compile_options: Mapping[str, Any] | None = None
     poison_masters: bool = field(default=False, init=False)
     times_calls: bool = field(default=False, init=False)
 
@@ -99,10 +104,14 @@ class Executor:
         pin = any(device.type == "cuda" for device in self.devices)
         self.store = HostStore(self.compute_dtype, pin=pin, warn=self.warn_once)
         self._warned: set[str] = set()
+        self._threads = ThreadPool("roundpipe-microbatch")
         self.store.adopt(self.root, self.units)
         self.workers = [self._make_worker(index, device) for index, device in enumerate(self.devices)]
         self._stale = True
         self._traits = [UnitTraits(unit) for unit in self.units]
+        self._compiled: CompiledUnits | None = None
+        if self.compile_options is not None:
+            self._compiled = CompiledUnits(self.units, self._traits, self.compile_options, self.warn_once)
         self._orders: dict[str, _Order] = {}
         self._silent_buffers: set[tuple[int, str]] = set()
         self.writes_buffers = False
@@ -132,6 +141,7 @@ class Executor:
 
     def close(self) -> None:
         """Give all memory back; the model is an ordinary one again."""
+        self._threads.close()
         for worker in self.workers:
             worker.synchronize()
         self.store.close()
@@ -193,6 +203,7 @@ class Executor:
                 warn=self.warn_once,
                 on_glue=on_glue,
                 is_alone=count == 1,
+                compiled=self._compiled,
                 uses=uses,
                 name_of=self._name_of,
             )
@@ -300,6 +311,8 @@ class Executor:
         for worker in self.workers:
             worker.overwrites_grad = overwrites_grad
             worker.begin_step()
+        if self._compiled is not None:
+            self._compiled.begin_step()
 
     def _plan(self, order: Sequence[int], num_microbatches: int, trains: bool) -> _Order:
         make = self.plan_training if trains else self.plan_evaluation
@@ -329,16 +342,11 @@ class Executor:
                 step.gate.leave(run.index)
                 done.release()
 
-        threads = [
-            threading.Thread(target=body, args=(run,), name=f"roundpipe-microbatch-{run.index}", daemon=True)
-            for run in runs
-        ]
         started = finished = 0
         try:
-            for thread in threads:
-                thread.start()
+            for run in runs:
+                self._threads.submit(run.index, partial(body, run))
                 started += 1
-            # Not `Thread.join`: a signal that arrives in it makes CPython take a running thread for a stopped one.
             while finished < started:
                 done.acquire()
                 finished += 1
@@ -350,9 +358,6 @@ class Executor:
                 done.acquire()
                 finished += 1
             raise
-        finally:
-            for thread in threads[:started]:
-                thread.join()
         if step.abort.error is not None:
             raise step.abort.error
 

@@ -82,8 +82,8 @@ class GpuWorker(Worker):
     # ------------------------------------------------------------------ tickets
 
     def activate(self) -> None:
-        """Make this worker's device the calling thread's own."""
-        torch.cuda.set_device(self.device)
+        """Make this worker's device and its compute stream the calling thread's own."""
+        torch.cuda.set_stream(self._compute)
 
     def begin_step(self) -> None:
         """Start the clock of `seconds` anew: events count in single precision."""

@@ -317,8 +317,8 @@ class MicroBatchRun:
         if not tracked:
             if any(moved is not leaf for moved, leaf in zip(leaves, glue_leaves, strict=True)):
                 args, kwargs = structure.unflatten(leaves)
-            result = self._run(traits, lambda: forward(*args, **kwargs), scope, number)
-            self._close(scope, learn=learning)
+            result = self._run(traits, forward, args, kwargs, scope, number)
+            traits.changes_buffers |= bool(self._close(scope, learn=learning))
             return result
 
         self._refuse_opaque(unit, leaves, "was given", lambda tensor: tensor.requires_grad)
@@ -366,9 +366,10 @@ class MicroBatchRun:
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in arguments]
         args, kwargs = structure.unflatten(arguments)
         with torch.set_grad_enabled(with_graph), record.autocast.entered(), record.captures.collecting():
-            result = self._run(traits, lambda: forward(*args, **kwargs), scope, number)
+            result = self._run(traits, forward, args, kwargs, scope, number)
         self._check_arguments(traits, (args, kwargs), arguments, versions, learning=learning)
         record.buffers_before = self._close(scope, learn=learning)
+        traits.changes_buffers |= bool(record.buffers_before)
         # Its own parameters, and what it reached elsewhere.
         own = [parameter for parameter in unit.parameters if parameter.requires_grad]
         record.trainable = list({id(parameter): parameter for parameter in [*own, *scope.trainable]}.values())
@@ -442,8 +443,16 @@ class MicroBatchRun:
 
     # ------------------------------------------------------------------ running a unit's own code
 
-    def _run(self, traits: UnitTraits, code: Callable[[], Any], scope: Scope, number: int) -> Any:
-        """Run ``code`` of a unit as call ``number``: seeded, with its lookups in ``scope``.
+    def _run(
+        self,
+        traits: UnitTraits,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        scope: Scope,
+        number: int,
+    ) -> Any:
+        """Run ``forward`` of a unit as call ``number``: seeded, with its lookups in ``scope``.
 
         What it does besides returning a value is learned the first time, for each mode in which the unit runs.
         """
@@ -467,7 +476,11 @@ class MicroBatchRun:
             states = generator_states(device) if learning else []
             outer, self._scope = self._scope, scope
             try:
-                result = code()
+                compiled = None if learning or step.compiled is None else step.compiled.get(traits, mode)
+                if compiled is None:
+                    result = forward(*args, **kwargs)
+                else:
+                    result = compiled(scope, args, kwargs, forward)
             finally:
                 self._scope = outer
             if learning:
@@ -592,7 +605,7 @@ class MicroBatchRun:
         self, traits: UnitTraits, record: CallRecord, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
     ) -> Any:
         with record.captures.collecting():
-            return self._run(traits, lambda: record.forward(*args, **kwargs), scope, record.number)
+            return self._run(traits, record.forward, args, kwargs, scope, record.number)
 
     @contextmanager
     def _mode_of(self, traits: UnitTraits, record: CallRecord) -> Iterator[None]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.plan.schedule import Schedule
+from lightning_roundpipe.runtime.compiled import CompiledUnits
 from lightning_roundpipe.runtime.tickets import StepAbortedError, TicketGate
 from lightning_roundpipe.runtime.traits import UnitTraits
 from lightning_roundpipe.runtime.uses import UseCounter
@@ -72,6 +73,7 @@ class Step:
         abort: shared by the parts of a step.
         warn: tells the user a message, once for each topic.
         is_alone: whether the batch is a single micro-batch, which may then do as it likes with flags of the module.
+        compiled: the compiled forms of units, if there are.
         uses: counts what may still add to gradients, if parameters are updated while the step runs.
         name_of: the name of a parameter, for messages.
         on_glue: called before each stretch of user code, with the micro-batch and the device on which it runs.
@@ -92,6 +94,7 @@ class Step:
     warn: Callable[[str, str], None]
     on_glue: Callable[[int, torch.device], None]
     is_alone: bool
+    compiled: CompiledUnits | None
     uses: UseCounter | None
     name_of: Callable[[Tensor], str]
     user_lock: threading.Lock = field(default_factory=threading.Lock)

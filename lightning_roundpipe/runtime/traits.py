@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.runtime.units import Unit
 
-__all__ = ["Attributes", "UnitTraits", "guard", "has_graph", "is_leaf_copy", "unguard"]
+__all__ = ["OWN_TABLES", "Attributes", "Mode", "UnitTraits", "guard", "has_graph", "is_leaf_copy", "unguard"]
 
-_OWN_TABLES = ("_parameters", "_buffers", "_modules", "_call_impl", "_compiled_call_impl")
+OWN_TABLES = ("_parameters", "_buffers", "_modules", "_call_impl", "_compiled_call_impl")
+"""Attributes of a module that are not its plain ones."""
 
 Mode = tuple[Any, ...]
 """What decides how a unit runs, apart from its arguments: training flags and dropout probabilities below it."""
@@ -29,6 +30,7 @@ class UnitTraits:
         changes_inputs: it writes to its arguments in place; it gets private copies.
         changes_attributes: it stores values on its modules; it never runs concurrently with itself, and a recomputation
             leaves them as they were.
+        changes_buffers: it writes to its buffers, or assigns them anew.
         hides_parameters: it reaches parameters without looking them up (`nn.LSTM` keeps a list); they are substituted
             operation by operation.
         draws: for each mode in which it was watched, whether it draws random numbers: from the host's generator, and
@@ -42,6 +44,7 @@ class UnitTraits:
     unit: Unit
     changes_inputs: bool = False
     changes_attributes: bool = False
+    changes_buffers: bool = False
     hides_parameters: bool = False
     draws: dict[Mode, tuple[bool, ...]] = field(default_factory=dict)
     stored: set[tuple[nn.Module, str]] = field(default_factory=set)
@@ -53,7 +56,7 @@ class UnitTraits:
             _holds(value, parameters)
             for module in self.unit.submodules
             for name, value in vars(module).items()
-            if name not in _OWN_TABLES
+            if name not in OWN_TABLES
         )
 
     @property
@@ -105,7 +108,7 @@ class Attributes:
 
     @staticmethod
     def _plain(module: nn.Module) -> dict[str, Any]:
-        return {name: value for name, value in vars(module).items() if name not in _OWN_TABLES}
+        return {name: value for name, value in vars(module).items() if name not in OWN_TABLES}
 
     def changed(self) -> list[tuple[nn.Module, str]]:
         """What has changed since; a container that was written to counts as changed."""
