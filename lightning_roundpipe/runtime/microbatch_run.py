@@ -103,6 +103,7 @@ class MicroBatchRun:
         self._occurrences: Counter[int] = Counter()
         self._archive = InputArchive()
         self._inside_unit: Unit | None = None
+        self._swapped: dict[int, tuple[LookupDict, dict[str, Any]]] | None = None
         self._observation = GlueObservation(step.parameters, self.parameter, alone=step.is_alone)
 
     # ------------------------------------------------------------------ the thread
@@ -205,6 +206,42 @@ class MicroBatchRun:
     def assign_buffer(self, table: LookupDict, name: str, value: Tensor) -> None:
         """A buffer is assigned anew in the running scope."""
         self._scope.assign_buffer(table, name, value)
+
+    def replace_parameter(self, table: LookupDict, name: str, value: Tensor | None) -> None:
+        """A parameter is taken off its module, or put back; a unit may do so for as long as it runs.
+
+        Raises:
+            UnsupportedUseError: it is another one that is put there, or nobody expected it.
+        """
+        if self._swapped is None:
+            raise table.refuse(name)
+        self._swapped.setdefault(id(table), (table, dict(table.items())))
+        if value is None:
+            table.remove(name)
+        elif (host := self._scope.host_of(value)) is not None:
+            table.replace(name, host)
+        else:
+            raise table.refuse(name)
+
+    @contextmanager
+    def _swapping(self, traits: UnitTraits) -> Iterator[None]:
+        """Let a unit take its parameters off and put them back.
+
+        Raises:
+            UnsupportedUseError: it did not put them back.
+        """
+        self._swapped = {}
+        try:
+            yield
+        finally:
+            swapped, self._swapped = self._swapped, None
+            left = [(table, before, dict(table.items())) for table, before in swapped.values()]
+            for table, before, _ in left:
+                table.put_back(before)
+        traits.swaps_parameters |= bool(swapped)
+        for table, before, after in left:
+            if changed := [name for name in before | after if before.get(name) is not after.get(name)]:
+                raise table.refuse(changed[0])
 
     def _close(self, scope: Scope, *, learn: bool) -> dict[tuple[int, str], Tensor]:
         """End a scope of a forward pass: carry its buffers home, and see that no parameter was written."""
@@ -451,7 +488,7 @@ class MicroBatchRun:
         mode = traits.mode
         known = traits.draws.get(mode)
         learning = known is None
-        locked = known is None or step.must_lock(known)
+        locked = known is None or step.must_lock(known) or traits.swaps_parameters
         with ExitStack() as stack:
             if traits.changes_attributes:
                 stack.enter_context(traits.lock)
@@ -460,7 +497,9 @@ class MicroBatchRun:
             if locked or not step.shares_generator:
                 self._seed(2 * number + 1)
             substitution: ParameterSubstitution | None = None
-            if learning or traits.hides_parameters:
+            if learning or traits.swaps_parameters:
+                stack.enter_context(self._swapping(traits))
+            if learning or traits.swaps_parameters or traits.hides_parameters:
                 substitution = ParameterSubstitution(step.parameters, self.parameter)
                 stack.enter_context(substitution)
             attributes = Attributes(unit.module) if learning or traits.changes_attributes else None

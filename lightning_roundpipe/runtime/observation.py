@@ -59,6 +59,8 @@ class ParameterSubstitution(TorchFunctionMode):
             self.data_taken |= name == "data" and isinstance(args[0], nn.Parameter)
         elif name in ("__set__", "requires_grad_") and id(args[0]) in self._parameters:
             name = getattr(getattr(func, "__self__", None), "__name__", name)
+            if name == "data" and args[1] is self._lookup(args[0]):
+                return None  # `module.to(...)` that has nothing to convert.
             if name == "data" or (name.startswith("requires_grad") and not self.may_freeze):
                 raise UnsupportedUseError(
                     f"`{name}` of a parameter was set while a step runs. Freeze, unfreeze and replace weights between"
@@ -67,6 +69,8 @@ class ParameterSubstitution(TorchFunctionMode):
                     " is one for all micro-batches."
                 )
             return func(*args, **kwargs)
+        elif name == "set_" and len(args) == 2 and args[0] is args[1]:
+            return args[0]  # What registering a parametrization does; it would count as a write.
         arguments = [self._substitute(argument) for argument in args]
         return func(*arguments, **{name: self._substitute(value) for name, value in kwargs.items()})
 

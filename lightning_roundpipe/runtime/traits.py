@@ -29,6 +29,9 @@ class UnitTraits:
         changes_inputs: it writes to its arguments in place; it gets private copies.
         changes_attributes: it stores values on its modules; it never runs concurrently with itself, and a recomputation
             leaves them as they were.
+        swaps_parameters: it takes parameters off its modules and puts them back, as peft does to adapt a parameter that
+            is no layer's weight. The modules (and torch's cache of computed parameters) are those of all
+            micro-batches, so that it runs while no other user code does.
         hides_parameters: it reaches parameters without looking them up (`nn.LSTM` keeps a list); they are substituted
             operation by operation.
         draws: for each mode in which it was watched, whether it draws random numbers: from the host's generator, and
@@ -42,6 +45,7 @@ class UnitTraits:
     unit: Unit
     changes_inputs: bool = False
     changes_attributes: bool = False
+    swaps_parameters: bool = False
     hides_parameters: bool = False
     draws: dict[Mode, tuple[bool, ...]] = field(default_factory=dict)
     stored: set[tuple[nn.Module, str]] = field(default_factory=set)

@@ -67,6 +67,40 @@ def test_buffer_with_a_gradient() -> None:
         fit(build, num_microbatches=1)
 
 
+class HalvesItsWeight(nn.Module):
+    """Puts half of its weight in the place of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight = nn.Parameter(self.layer.weight / 2)
+        return x + self.layer(x)
+
+
+class DropsItsBias(HalvesItsWeight):
+    """Takes its bias off and does not put it back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.layer(x)
+        del self.layer.bias
+        return y
+
+
+@pytest.mark.parametrize(("block", "name"), [(HalvesItsWeight, "weight"), (DropsItsBias, "bias")])
+def test_parameters_replaced_in_a_unit(block: type[HalvesItsWeight], name: str) -> None:
+    """Only what is put back before the unit returns may be taken off; the module is left as it was."""
+    module = seeded(Residual)
+    module.blocks = nn.ModuleList(block() for _ in range(3))
+    before = dict(module.named_parameters())
+    with pytest.raises(UnsupportedUseError, match=rf"Parameter `{name}` of Linear was replaced"):
+        train(lambda: module, residual_batches(), RoundPipeStrategy(num_microbatches=2), 2)
+    after = dict(module.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[key] is parameter for key, parameter in before.items())
+
+
 class FreezesForAWhile(Residual):
     def loss(self, batch: Any) -> Tensor:
         self.blocks[0].requires_grad_(False)

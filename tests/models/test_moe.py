@@ -1,0 +1,159 @@
+"""Mixtures of experts: packed and listed experts, experts without tokens, recomputed routing, auxiliary losses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_roundpipe import RoundPipeStrategy
+from tests.helpers.equivalence import TrainResult, assert_results_close, in_microbatches, train
+from tests.helpers.models import LanguageModel, StepModule, seeded, token_batches
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 8}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 8}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 8},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"head_dim": 8, "num_local_experts": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "deepseek_v3": ("DeepseekV3", {**LATENT, "n_group": 2, "topk_group": 1}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "eos_token_id": 1}),
+    "granite_moe": ("GraniteMoe", {"num_local_experts": 8}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 1, "first_k_dense_replace": 1},
+    ),
+    "llama4": (
+        "Llama4",
+        {"head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
+    ),
+}  # fmt: skip
+# Have `output_router_logits`, which adds the loss that balances the load of the experts.
+BALANCED = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granite_moe")
+
+
+def model(family: str, experts: str = "grouped_mm", **more: Any) -> LanguageModel:
+    name, sizes = FAMILIES[family]
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    config = config_class(**{**SIZES, "num_experts_per_tok": 2, **sizes, **more})
+    config._experts_implementation = experts
+    return LanguageModel(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+def compare(
+    build: Callable[[], Any], rtol: float, num_microbatches: int, devices: int, batches: list[Any] | None = None
+) -> TrainResult:
+    batches = batches or token_batches(num=3)
+    expected = train(lambda: seeded(build), batches)
+    found = train(lambda: seeded(build), batches, RoundPipeStrategy(num_microbatches=num_microbatches), devices)
+    assert_results_close(expected, found, rtol)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str) -> None:
+    """In float64; routers that compute in float32 all the same leave their rounding."""
+    compare(lambda: model(family, "eager").double(), 1e-6, num_microbatches=3, devices=2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_grouped_kernel(family: str) -> None:
+    compare(lambda: model(family), 5e-5, num_microbatches=3, devices=3)
+
+
+@pytest.mark.parametrize("family", BALANCED)
+def test_balancing_loss_over_the_batch(family: str) -> None:
+    """Counted once, and through recomputation: the router logits leave the units by hooks."""
+
+    def build() -> Any:
+        return model(family, "eager", output_router_logits=True, router_aux_loss_coef=0.5).double()
+
+    compare(build, 1e-8, num_microbatches=1, devices=2)
+    without = train(lambda: seeded(lambda: model(family, "eager").double()), token_batches(num=1))
+    with_loss = train(lambda: seeded(build), token_batches(num=1), RoundPipeStrategy(num_microbatches=1))
+    assert float(with_loss.losses[0] or 0) > float(without.losses[0] or 0) + 0.1
+
+
+def test_balancing_loss_of_micro_batches() -> None:
+    """With several micro-batches it is the mean of theirs, as with gradient accumulation."""
+
+    def build() -> Any:
+        return model("qwen3_moe", "eager", output_router_logits=True, router_aux_loss_coef=0.5).double()
+
+    expected = train(in_microbatches(lambda: seeded(build), 3), token_batches(num=2))
+    found = train(lambda: seeded(build), token_batches(num=2), RoundPipeStrategy(num_microbatches=3), devices=2)
+    assert_results_close(expected, found, rtol=1e-8)
+
+
+class Experts(nn.Module):
+    """A list of experts; each is called with its tokens, or not at all."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, num_experts)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows, positions = torch.where(chosen == index)
+            if len(rows):
+                out[rows, positions] += expert(x[rows, positions]) * weights[rows, positions, None]
+        return x + out
+
+
+class ListedExperts(StepModule):
+    """More experts than a micro-batch has tokens; one that the router never takes."""
+
+    num_experts = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(Experts(16, self.num_experts) for _ in range(3))
+        self.head = nn.Linear(16, 64)
+        with torch.no_grad():
+            for block in self.blocks:
+                block.router.bias[-1] = -1e4
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.embed(batch["input_ids"])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.parametrize("units", ["auto", ["Linear", "Embedding"]], ids=str)
+def test_listed_experts_without_tokens(units: Any) -> None:
+    """The experts are found as parts of their block, or each is a unit: which are called differs by micro-batch."""
+    batches = token_batches(num=3, positions=3)
+    build = lambda: seeded(lambda: ListedExperts().double())  # noqa: E731
+    expected = train(build, batches)
+    found = train(build, batches, RoundPipeStrategy(num_microbatches=6, units=units), devices=3)
+    assert_results_close(expected, found, rtol=1e-10)
+    for block in found.module.blocks:
+        assert all(parameter.grad is None for parameter in block.experts[-1].parameters())
+
+
+def test_packed_experts_without_tokens() -> None:
+    """Four tokens cannot reach eight experts: their slices get no gradient but take part in weight decay, as ever."""
+    batches = token_batches(num=3, rows=2, positions=2)
+    compare(lambda: model("qwen3_moe", "eager", num_experts_per_tok=1).double(), 1e-9, 2, 2, batches)
