@@ -126,7 +126,7 @@ def linear_cross_entropy(
         raise ValueError(f"`chunk_tokens` must be at least 1, but got {chunk_tokens}.")
     if has_torch_function((hidden, weight, labels)):
         # As torch's own functions do: who watches operations shall see this one.
-        return handle_torch_function(  # type: ignore[no-any-return]
+        return handle_torch_function(
             linear_cross_entropy,
             (hidden, weight, labels),
             hidden,

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_roundpipe.chunked_loss import KERNELS, chunked_causal_lm_loss, liger_is_installed
 from lightning_roundpipe.exceptions import PlanError
 from lightning_roundpipe.module_view import ModuleViews
 from lightning_roundpipe.overlap import (
@@ -95,6 +96,10 @@ class RoundPipeStrategy(ParallelStrategy):
             more traffic. The last bits of sums of gradients depend on it. ``"auto"``: one at first, then what is
             fastest.
         show_plan: whether to print a picture of each plan.
+        chunked_loss: whether causal language models of transformers compute head and loss chunk by chunk in training
+            steps that give them labels: memory then grows with a chunk, not with tokens x vocabulary. Their outputs
+            hold no logits. True or ``"auto"``: with Liger's fused kernel on GPUs where it is installed, else with this
+            package's; ``"liger"`` or ``"torch"`` choose.
         accelerator: see `lightning.pytorch.strategies.Strategy`.
         checkpoint_io: see there.
         precision_plugin: see there; by default what ``Trainer(precision=...)`` says.
@@ -120,6 +125,7 @@ class RoundPipeStrategy(ParallelStrategy):
         plan: str | os.PathLike[str] = "auto",
         replica_groups: int | str = 1,
         show_plan: bool = False,
+        chunked_loss: bool | str = False,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
@@ -160,6 +166,11 @@ class RoundPipeStrategy(ParallelStrategy):
             )
         if units != "auto" and not units:
             raise ValueError(f"`units` must be 'auto' or name at least one module, but got {units!r}.")
+        if not isinstance(chunked_loss, bool) and chunked_loss not in KERNELS:
+            raise ValueError(f"`chunked_loss` must be a bool or one of {', '.join(KERNELS)}, but got {chunked_loss!r}.")
+        if chunked_loss == "liger" and not liger_is_installed():
+            raise ValueError("`chunked_loss='liger'` needs Liger's kernels. Run `pip install liger-kernel`.")
+        self._chunked_loss = "auto" if chunked_loss is True else chunked_loss
         self._num_microbatches = num_microbatches
         self._units = units
         self._loss_weight = _resolve_loss_weight(loss_weight)
@@ -619,6 +630,8 @@ class RoundPipeStrategy(ParallelStrategy):
             stack.enter_context(step_log.capture())
             if trains:
                 stack.enter_context(switched_off(module, executor.warn_once))
+                if self._chunked_loss:
+                    stack.enter_context(chunked_causal_lm_loss(module, self._chunked_loss))
             result = executor.run(
                 kind,
                 function,
