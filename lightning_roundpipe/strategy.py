@@ -32,6 +32,7 @@ from lightning_roundpipe.plan.files import save_schedule
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.publish import publish_gradients
+from lightning_roundpipe.quantised import refuse_hidden_quantisation
 from lightning_roundpipe.runtime.executor import Executor, StepResult
 from lightning_roundpipe.runtime.hazards import switched_off
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
@@ -389,6 +390,7 @@ class RoundPipeStrategy(ParallelStrategy):
                 f"Weights stay in host memory under RoundPipeStrategy, but these are elsewhere: {_listed(moved)}. Build"
                 " the model on the CPU, and do not move it."
             )
+        refuse_hidden_quantisation(module)
         if not fits:
             return
         if not module.automatic_optimization:

@@ -157,3 +157,16 @@ def test_packed_experts_without_tokens() -> None:
     """Four tokens cannot reach eight experts: their slices get no gradient but take part in weight decay, as ever."""
     batches = token_batches(num=3, rows=2, positions=2)
     compare(lambda: model("qwen3_moe", "eager", num_experts_per_tok=1).double(), 1e-9, 2, 2, batches)
+
+
+@pytest.mark.parametrize(
+    "units",
+    [["Qwen3MoeAttention", "Qwen3MoeSparseMoeBlock"], ["Qwen3MoeAttention", "Qwen3MoeTopKRouter", "Qwen3MoeExperts"]],
+    ids=["two", "three"],
+)
+def test_several_units_in_a_layer(units: list[str]) -> None:
+    """A layer that is too large for a slot is streamed in parts; what no part owns (norms) goes on its own."""
+    build = lambda: seeded(lambda: model("qwen3_moe", "eager").double())  # noqa: E731
+    expected = train(build, token_batches(num=2))
+    found = train(build, token_batches(num=2), RoundPipeStrategy(num_microbatches=3, units=units), devices=2)
+    assert_results_close(expected, found, rtol=1e-9)
