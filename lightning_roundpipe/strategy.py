@@ -33,7 +33,7 @@ from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.publish import publish_gradients
 from lightning_roundpipe.quantised import refuse_hidden_quantisation
-from lightning_roundpipe.runtime.executor import Executor, StepResult
+from lightning_roundpipe.runtime.executor import Executor, StepResult, largest_unit_bytes
 from lightning_roundpipe.runtime.hazards import switched_off
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
 from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObjective, LossWeight
@@ -345,7 +345,7 @@ class RoundPipeStrategy(ParallelStrategy):
         )
         executor = Executor(
             root=module,
-            units=find_units(module, self._units),
+            units=find_units(module, self._units, largest_unit_bytes(devices, self._gpu_memory_limit)),
             devices=devices,
             plan_training=planner.make,
             plan_evaluation=partial(evaluation_schedule, len(devices)),

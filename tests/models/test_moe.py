@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.runtime.testing import executor_of
 from tests.helpers.equivalence import TrainResult, assert_results_close, in_microbatches, train
 from tests.helpers.models import LanguageModel, StepModule, seeded, token_batches
 
@@ -170,3 +172,24 @@ def test_several_units_in_a_layer(units: list[str]) -> None:
     expected = train(build, token_batches(num=2))
     found = train(build, token_batches(num=2), RoundPipeStrategy(num_microbatches=3, units=units), devices=2)
     assert_results_close(expected, found, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "max_bytes"), [("packed", 110_000), ("listed", 10_000)])
+def test_layers_that_exceed_a_slot_are_cut(name: str, max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose memory for weights does not hold a layer twice."""
+    build: Callable[[], Any] = {"packed": lambda: model("qwen3_moe", "eager").double(), "listed": ListedExperts}[name]
+    monkeypatch.setattr("lightning_roundpipe.strategy.largest_unit_bytes", lambda devices, limit: max_bytes)
+    found: list[str] = []
+
+    class Note(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            found.extend(unit.name for unit in executor_of(trainer.strategy).units)
+
+    batches = token_batches(num=2)
+    expected = train(lambda: seeded(build), batches)
+    result = train(lambda: seeded(build), batches, RoundPipeStrategy(num_microbatches=3), devices=2, callbacks=[Note()])
+    assert_results_close(expected, result, rtol=1e-5 if name == "listed" else 1e-9)
+    if name == "packed":
+        assert "model.model.layers.0.self_attn" in found and "model.model.layers.0.mlp" in found
+    else:
+        assert sum(".experts." in unit for unit in found) == 3 * ListedExperts.num_experts
