@@ -76,16 +76,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     for first in range(0, len(weight), step):
                         grad_weight[first : first + step] += grad[:, first : first + step].t() @ inputs
                 del grad
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        # Not as saved tensors: backward hands them on, and a second holder would cost a copy.
+        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         return loss / count
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [
-            None if gradient is None else (gradient * grad_loss.to(gradient.dtype)).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "The backward of `linear_cross_entropy` can run only once: its gradients were handed on. Call the"
+                " function again, or use `F.cross_entropy` where a graph is kept for several passes."
+            )
+        scaled = [
+            None if gradient is None else gradient.mul_(grad_loss).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return (*gradients, None, None, None)
+        return (*scaled, None, None, None)
 
 
 def linear_cross_entropy(

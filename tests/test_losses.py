@@ -108,6 +108,17 @@ def test_peak_memory_grows_with_the_chunk_only() -> None:
     assert plain.peak > 512 * vocabulary * 6 > 5 * few
 
 
+def test_gradients_are_handed_on_once() -> None:
+    """Without a copy: the gradient is the very sum that was formed along with the loss."""
+    hidden, weight, _, labels = inputs(64, 10_000, 8)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=16)
+    with PeakBytes() as counter:
+        loss.backward(retain_graph=True)
+    assert counter.peak < 1.1 * 4 * weight.numel()
+    with pytest.raises(RuntimeError, match="can run only once"):
+        loss.backward()
+
+
 def test_a_frozen_head_costs_no_gradient() -> None:
     trained, frozen = (peak_bytes(64, 10_000, 16, trains_weight=trains) for trains in (True, False))
     assert trained - frozen >= 4 * 10_000 * 8

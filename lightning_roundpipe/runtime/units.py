@@ -1,7 +1,7 @@
 """Units: the modules that are streamed, found by structure.
 
 No architecture is known by name. The items of repeated block lists are units, then the smallest modules that own the
-remaining parameters. A block that is too large to be streamed at once (a layer with many experts) is cut into its parts.
+remaining parameters. A block that is too large to be streamed at once (many experts) is cut into its parts.
 What no unit owns (a loose parameter of a container) is looked up when user code asks for it.
 """
 
