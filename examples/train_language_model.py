@@ -58,9 +58,9 @@ def lora_qwen3_moe(**model: Any) -> tuple[LanguageModel, RoundPipeStrategy]:
 
 
 def long_context(**model: Any) -> tuple[LanguageModel, RoundPipeStrategy]:
-    """Rows so long that the logits of one would fill a GPU: head and loss work by chunks, a row is a micro-batch."""
+    """Rows whose logits would fill a GPU: head, loss and MLPs work by parts, and each row is a micro-batch."""
     module = LanguageModel("qwen3", {**SMALL, "head_dim": 16, "max_position_embeddings": 2**17}, **model)
-    return module, RoundPipeStrategy(num_microbatches=2, chunked_loss=True)
+    return module, RoundPipeStrategy(num_microbatches=2, chunked_loss=True, sequence_tiles={"Qwen3MLP": 1024})
 
 
 RECIPES: dict[str, tuple[Callable[..., tuple[LanguageModel, RoundPipeStrategy]], dict[str, int]]] = {

@@ -61,9 +61,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 loss += (total.log() - chosen).masked_fill_(ignored, 0.0).sum()
                 if grad_hidden is None and grad_weight is None and grad_bias is None:
                     continue
-                # d loss / d logits = softmax - one_hot, averaged over the labels that count.
+                # d loss / d logits = softmax - one_hot. The average is taken in backward, together with the factor that
+                # comes from there: so small a number as 1 / count would vanish in float16 where losses are scaled.
                 logits.div_(total).scatter_add_(-1, target, torch.full_like(target, -1, dtype=full))
-                logits.masked_fill_(ignored, 0.0).div_(count.clamp(min=1))
+                logits.masked_fill_(ignored, 0.0)
                 if grad_bias is not None:
                     grad_bias += logits.sum(0)
                 grad = logits.to(dtype)
@@ -77,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         grad_weight[first : first + step] += grad[:, first : first + step].t() @ inputs
                 del grad
         # Not as saved tensors: backward hands them on, and a second holder would cost a copy.
-        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
+        ctx.gradients, ctx.count = (grad_hidden, grad_weight, grad_bias), count.clamp(min=1)
         return loss / count
 
     @staticmethod
@@ -88,8 +89,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "The backward of `linear_cross_entropy` can run only once: its gradients were handed on. Call the"
                 " function again, or use `F.cross_entropy` where a graph is kept for several passes."
             )
+        factor = grad_loss / ctx.count
         scaled = [
-            None if gradient is None else gradient.mul_(grad_loss).to(dtype)
+            None if gradient is None else gradient.mul_(factor).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return (*scaled, None, None, None)

@@ -49,6 +49,7 @@ from lightning_roundpipe.runtime.stats import StepStats
 from lightning_roundpipe.runtime.units import find_units
 from lightning_roundpipe.runtime.updater import UpdateRequest
 from lightning_roundpipe.runtime.worker import Worker
+from lightning_roundpipe.sequence_tiles import tiled_over_the_sequence
 from lightning_roundpipe.step_log import StepLog
 
 if TYPE_CHECKING:
@@ -101,6 +102,9 @@ class RoundPipeStrategy(ParallelStrategy):
             steps that give them labels: memory then grows with a chunk, not with tokens x vocabulary. Their outputs
             hold no logits. True or ``"auto"``: with Liger's fused kernel on GPUs where it is installed, else with this
             package's; ``"liger"`` or ``"torch"`` choose.
+        sequence_tiles: for classes of modules that treat every position alike (MLPs), by name, at how many positions to
+            work at a time in training steps: ``{"Qwen3MLP": 4096}``. Their inner activations then take the memory of
+            one tile, for one more pass over them in the fused stage and in backward stages.
         accelerator: see `lightning.pytorch.strategies.Strategy`.
         checkpoint_io: see there.
         precision_plugin: see there; by default what ``Trainer(precision=...)`` says.
@@ -127,6 +131,7 @@ class RoundPipeStrategy(ParallelStrategy):
         replica_groups: int | str = 1,
         show_plan: bool = False,
         chunked_loss: bool | str = False,
+        sequence_tiles: dict[str, int] | None = None,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
@@ -171,6 +176,15 @@ class RoundPipeStrategy(ParallelStrategy):
             raise ValueError(f"`chunked_loss` must be a bool or one of {', '.join(KERNELS)}, but got {chunked_loss!r}.")
         if chunked_loss == "liger" and not liger_is_installed():
             raise ValueError("`chunked_loss='liger'` needs Liger's kernels. Run `pip install liger-kernel`.")
+        if sequence_tiles is not None and not (
+            isinstance(sequence_tiles, Mapping) and all(_is_count(tile) for tile in sequence_tiles.values())
+        ):
+            raise ValueError(
+                "`sequence_tiles` must map class names to numbers of positions of at least 1, but got"
+                f" {sequence_tiles!r}."
+            )
+        self._sequence_tiles = dict(sequence_tiles or {})
+        self._tiled_classes: set[str] = set()
         self._chunked_loss = "auto" if chunked_loss is True else chunked_loss
         self._num_microbatches = num_microbatches
         self._units = units
@@ -632,6 +646,8 @@ class RoundPipeStrategy(ParallelStrategy):
             stack.enter_context(step_log.capture())
             if trains:
                 stack.enter_context(switched_off(module, executor.warn_once))
+                if self._sequence_tiles:
+                    stack.enter_context(tiled_over_the_sequence(module, self._sequence_tiles, self._tiled_classes))
                 if self._chunked_loss:
                     stack.enter_context(chunked_causal_lm_loss(module, self._chunked_loss))
             result = executor.run(

@@ -1,36 +1,15 @@
 """The chunked head and loss: the numbers of the plain ones, and memory that grows with the chunk alone."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.losses import chunk_size, linear_cross_entropy
 from tests.helpers.equivalence import assert_results_close, train
+from tests.helpers.memory import PeakBytes
 from tests.helpers.models import CASES, StepModule, seeded, token_batches
-
-
-class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations inside make, and how many there were at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._known: Any = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._known[leaf.untyped_storage()] = leaf.untyped_storage().nbytes()
-        self.peak = max(self.peak, sum(self._known.values()))
-        return result
 
 
 def inputs(tokens: int, vocabulary: int, width: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -77,6 +56,18 @@ def test_autocast(frozen: bool) -> None:
     for one, two in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
         assert one.dtype is torch.float32
         torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-3)
+
+
+def test_scaled_losses_in_float16() -> None:
+    """A gradient of one in 20,000 tokens lives of the loss scale; it must not vanish before that comes in."""
+    hidden, weight, _, labels = inputs(20_000, 50, 4)
+    scaled = 2.0**16 * F.cross_entropy(F.linear(hidden, weight), labels)
+    expected = torch.autograd.grad(scaled, [hidden, weight])
+    with torch.autocast("cpu", torch.float16):
+        found = torch.autograd.grad(2.0**16 * linear_cross_entropy(hidden, weight, labels), [hidden, weight])
+    for one, two in zip(found, expected, strict=True):
+        assert (one - two).abs().max() < 5e-3 * two.abs().max()
+        assert (one - two).norm() < 2e-3 * two.norm()
 
 
 def test_without_labels_the_loss_is_nan_and_the_gradient_zero_as_in_torch() -> None:

@@ -468,7 +468,8 @@ class MicroBatchRun:
                 raise UnsupportedUseError(
                     f"Unit {unit} {did} a key/value cache ({type(leaf).__name__}) in training. The cache is changed by"
                     " the forward pass, so recomputation would see it twice and its gradients would be lost. Do not"
-                    " pass `past_key_values` or `use_cache=True` in `training_step`."
+                    " pass `past_key_values` or `use_cache=True` in `training_step`; instead of prefix tuning, which"
+                    " does so, use prompt tuning or LoRA."
                 )
             if names := hidden_tensors(leaf, matters):
                 raise UnsupportedUseError(

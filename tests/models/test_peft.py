@@ -213,3 +213,27 @@ def test_adapter_of_a_head_that_is_a_parameter_is_refused_with_the_way_out() -> 
     units = ["model.base_model.model.lm_head"]
     found = train(build, token_batches(num=2), RoundPipeStrategy(num_microbatches=2, units=units), devices=2)
     assert_results_close(expected, found, rtol=1e-9)
+
+
+@pytest.mark.parametrize("projection", [False, True])
+def test_prefix_tuning_is_refused_with_the_way_out(projection: bool) -> None:
+    """It hands keys and values to every layer in a cache."""
+
+    def build() -> LanguageModel:
+        config = peft.PrefixTuningConfig(
+            task_type=CAUSAL, num_virtual_tokens=4, prefix_projection=projection, encoder_hidden_size=16
+        )
+        return seeded(lambda: LanguageModel(peft.get_peft_model(llama(), config)))
+
+    with pytest.raises(UnsupportedUseError, match="instead of prefix tuning, which does so, use prompt tuning or LoRA"):
+        train(build, token_batches(num=1), RoundPipeStrategy(num_microbatches=2))
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "moe-experts"])
+@pytest.mark.parametrize("flags", [{"optimizer_overlap": "exact"}, {"replica_groups": 2}], ids=str)
+def test_other_ways_of_running_steps(name: str, flags: dict[str, Any]) -> None:
+    """Replica groups run the same unit on two workers at a time."""
+    build = adapted(name)
+    expected = train(build, token_batches(num=2))
+    found = train(build, token_batches(num=2), RoundPipeStrategy(num_microbatches=6, **flags), devices=4)
+    assert_results_close(expected, found, rtol=1e-9)
