@@ -498,7 +498,7 @@ class MicroBatchRun:
             if locked or not step.shares_generator:
                 self._seed(2 * number + 1)
             substitution: ParameterSubstitution | None = None
-            if learning or traits.swaps_parameters:
+            if learning or traits.swaps_parameters or step.is_alone:
                 stack.enter_context(self._swapping(traits))
             if learning or traits.swaps_parameters or traits.hides_parameters:
                 substitution = ParameterSubstitution(step.parameters, self.parameter)

@@ -191,9 +191,12 @@ class PrefersOwnAnswer(LanguageModel):
         return (self.model(**batch).loss - reference).exp()
 
 
-def test_reference_below_the_adapters() -> None:
+@pytest.mark.parametrize("name", ["llama-lora", "moe-experts"])
+def test_reference_below_the_adapters(name: str) -> None:
+    base, config = PAIRS[name]
+
     def build() -> LanguageModel:
-        return seeded(lambda: PrefersOwnAnswer(peft.get_peft_model(llama(), CONFIGS["lora"]())).double())
+        return seeded(lambda: PrefersOwnAnswer(peft.get_peft_model(base(), config())).double())
 
     expected = train(build, token_batches(num=2))
     found = train(build, token_batches(num=2), RoundPipeStrategy(num_microbatches=1), devices=2)
