@@ -105,6 +105,8 @@ class RoundPipeStrategy(ParallelStrategy):
         sequence_tiles: for classes of modules that treat every position alike (MLPs), by name, at how many positions to
             work at a time in training steps: ``{"Qwen3MLP": 4096}``. Their inner activations then take the memory of
             one tile, for one more pass over them in the fused stage and in backward stages.
+        upload_on_call: class names of units that may not be called at all, as the experts of a mixture that are modules
+            in a list: their weights are uploaded when they are called, not ahead, and so not at all without tokens.
         accelerator: see `lightning.pytorch.strategies.Strategy`.
         checkpoint_io: see there.
         precision_plugin: see there; by default what ``Trainer(precision=...)`` says.
@@ -132,6 +134,7 @@ class RoundPipeStrategy(ParallelStrategy):
         show_plan: bool = False,
         chunked_loss: bool | str = False,
         sequence_tiles: dict[str, int] | None = None,
+        upload_on_call: list[str] | None = None,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
@@ -183,6 +186,11 @@ class RoundPipeStrategy(ParallelStrategy):
                 "`sequence_tiles` must map class names to numbers of positions of at least 1, but got"
                 f" {sequence_tiles!r}."
             )
+        if upload_on_call is not None and (
+            isinstance(upload_on_call, str) or not all(isinstance(name, str) for name in upload_on_call)
+        ):
+            raise ValueError(f"`upload_on_call` must be a list of class names, but got {upload_on_call!r}.")
+        self._upload_on_call = list(upload_on_call or [])
         self._sequence_tiles = dict(sequence_tiles or {})
         self._tiled_classes: set[str] = set()
         self._chunked_loss = "auto" if chunked_loss is True else chunked_loss
@@ -359,7 +367,9 @@ class RoundPipeStrategy(ParallelStrategy):
         )
         executor = Executor(
             root=module,
-            units=find_units(module, self._units, largest_unit_bytes(devices, self._gpu_memory_limit)),
+            units=find_units(
+                module, self._units, largest_unit_bytes(devices, self._gpu_memory_limit), self._upload_on_call
+            ),
             devices=devices,
             plan_training=planner.make,
             plan_evaluation=partial(evaluation_schedule, len(devices)),

@@ -37,11 +37,13 @@ class Unit:
         index: place among the units, in the order in which the module tree lists them.
         name: dotted path of the module below the root.
         module: the module itself; never copied, never moved.
+        on_call: whether its weights are uploaded when it is called, not along with its stage.
     """
 
     index: int
     name: str
     module: nn.Module
+    on_call: bool = False
 
     def __str__(self) -> str:
         return f"`{self.name or type(self.module).__name__}`"
@@ -62,7 +64,12 @@ class Unit:
         return _num_bytes(self.module)
 
 
-def find_units(root: nn.Module, units: str | Sequence[str] = "auto", max_bytes: float = math.inf) -> tuple[Unit, ...]:
+def find_units(
+    root: nn.Module,
+    units: str | Sequence[str] = "auto",
+    max_bytes: float = math.inf,
+    on_call: Sequence[str] = (),
+) -> tuple[Unit, ...]:
     """Cut ``root`` into units.
 
     Args:
@@ -71,16 +78,25 @@ def find_units(root: nn.Module, units: str | Sequence[str] = "auto", max_bytes: 
             not cover are cut as with ``"auto"``.
         max_bytes: a block whose parameters are larger is cut into its parts, where those are notably smaller; what was
             named is not.
+        on_call: class names of units whose weights are uploaded when they are called only.
 
     Returns:
         Units of which none holds another, in module order. What two units share belongs to both.
 
     Raises:
-        ValueError: a name matches no module with parameters, or one unit would hold another.
+        ValueError: a name matches no module with parameters (in ``on_call``: no unit), or one unit would hold another.
     """
     wanted = _named_modules(root, units) if units != "auto" else {}
     found = list(_Search(wanted, max_bytes).visit(root, ""))
-    return tuple(Unit(index, name, module) for index, (name, module) in enumerate(found))
+    classes = {type(module).__name__ for _, module in found}
+    if missing := [name for name in on_call if name not in classes]:
+        raise ValueError(
+            f"`upload_on_call` must name classes of units, but no unit is a {missing[0]}; there are"
+            f" {', '.join(sorted(classes))}. Name it in `units`, too, to make units of such modules."
+        )
+    return tuple(
+        Unit(index, name, module, type(module).__name__ in on_call) for index, (name, module) in enumerate(found)
+    )
 
 
 def _named_modules(root: nn.Module, units: str | Sequence[str]) -> dict[int, str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.runtime.testing import executor_of
+from lightning_roundpipe.runtime.worker import Worker
 from tests.helpers.equivalence import TrainResult, assert_results_close, in_microbatches, train
 from tests.helpers.models import LanguageModel, StepModule, seeded, token_batches
 
@@ -104,13 +105,17 @@ def test_balancing_loss_of_micro_batches() -> None:
     assert_results_close(expected, found, rtol=1e-8)
 
 
+class Expert(nn.Linear):
+    """A class of its own, by which experts can be named."""
+
+
 class Experts(nn.Module):
     """A list of experts; each is called with its tokens, or not at all."""
 
-    def __init__(self, width: int, num_experts: int) -> None:
+    def __init__(self, width: int, num_experts: int, expert: type[nn.Linear]) -> None:
         super().__init__()
         self.router = nn.Linear(width, num_experts)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(num_experts))
+        self.experts = nn.ModuleList(expert(width, width) for _ in range(num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).max(-1)
@@ -127,10 +132,10 @@ class ListedExperts(StepModule):
 
     num_experts = 12
 
-    def __init__(self) -> None:
+    def __init__(self, expert: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 16)
-        self.blocks = nn.ModuleList(Experts(16, self.num_experts) for _ in range(3))
+        self.blocks = nn.ModuleList(Experts(16, self.num_experts, expert) for _ in range(3))
         self.head = nn.Linear(16, 64)
         with torch.no_grad():
             for block in self.blocks:
@@ -193,3 +198,34 @@ def test_layers_that_exceed_a_slot_are_cut(name: str, max_bytes: int, monkeypatc
         assert "model.model.layers.0.self_attn" in found and "model.model.layers.0.mlp" in found
     else:
         assert sum(".experts." in unit for unit in found) == 3 * ListedExperts.num_experts
+
+
+def test_experts_without_tokens_are_not_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens call few experts, others in every batch. Those that were called before cost no transfer for that."""
+    uploads: list[Tensor] = []
+    upload = Worker.upload_weight
+
+    def watched(worker: Worker, parameter: Tensor) -> Tensor:
+        uploads.append(parameter)
+        return upload(worker, parameter)
+
+    monkeypatch.setattr(Worker, "upload_weight", watched)
+    build = lambda: seeded(lambda: ListedExperts(Expert).double())  # noqa: E731
+    batches = token_batches(num=4, rows=2, positions=2)
+    expected = train(build, batches)
+    counts = []
+    for upload_on_call in (None, ["Expert"]):
+        uploads.clear()
+        strategy = RoundPipeStrategy(num_microbatches=2, units=["Expert"], upload_on_call=upload_on_call)
+        found = train(build, batches, strategy, devices=2)
+        assert_results_close(expected, found, rtol=1e-10)
+        experts = {id(p) for block in found.module.blocks for expert in block.experts for p in expert.parameters()}
+        counts.append(sum(id(parameter) in experts for parameter in uploads))
+    planned, called = counts
+    assert called < planned
+
+
+def test_units_to_upload_on_call_must_exist() -> None:
+    strategy = RoundPipeStrategy(num_microbatches=2, upload_on_call=["Expert"])
+    with pytest.raises(ValueError, match="no unit is a Expert; there are Embedding, Experts, Linear"):
+        train(lambda: seeded(ListedExperts), token_batches(num=1), strategy)
