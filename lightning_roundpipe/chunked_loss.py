@@ -196,7 +196,8 @@ class _Chunked:
         if passed is None or (logits.shape, logits.dtype) != (passed.shape, passed.dtype):
             raise self._between()
         # The same memory, not the same object: a unit's outputs are given to user code without the unit's graph.
-        if logits.data_ptr() != passed.data_ptr() or logits._version != passed._version:
+        untouched = logits.data_ptr() == passed.data_ptr() and logits._version == passed._version
+        if not untouched and not self._is_scaled(logits, passed):
             raise self._between()
         ignore_index = kwargs.get("ignore_index", -100)
         shifted = kwargs.get("shift_labels")
@@ -208,6 +209,16 @@ class _Chunked:
         if (num_items := kwargs.get("num_items_in_batch")) is not None:
             loss = loss * (shifted != ignore_index).sum() / num_items
         return loss
+
+    @torch.no_grad()
+    def _is_scaled(self, logits: Tensor, passed: Tensor) -> bool:
+        """Whether the model has scaled the logits as its config says (Granite, Cohere): inputs scale like them."""
+        if self._head.bias is not None:
+            return False
+        config = self._model.config
+        by: dict[str, Callable[[Tensor, float], Tensor]] = {"logits_scaling": torch.div, "logit_scale": torch.mul}
+        factors = [(scale, getattr(config, name)) for name, scale in by.items() if hasattr(config, name)]
+        return any(torch.equal(scale(passed, factor), logits) for scale, factor in factors)
 
     def _between(self) -> UnsupportedUseError:
         return UnsupportedUseError(

@@ -88,16 +88,33 @@ def test_calls_without_labels_and_tuples() -> None:
         torch.testing.assert_close(model(**batch, num_items_in_batch=torch.tensor(7)).loss, summed)
 
 
+def granite() -> LanguageModel:
+    return LanguageModel(transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, logits_scaling=4.0)))
+
+
+def cohere() -> LanguageModel:
+    return LanguageModel(transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, logit_scale=0.25)))
+
+
+@pytest.mark.parametrize("build", [granite, cohere])
+def test_scaled_logits(build: Callable[[], LanguageModel]) -> None:
+    expected = train(lambda: seeded(build), token_batches(num=2))
+    strategy = RoundPipeStrategy(num_microbatches=2, chunked_loss=True)
+    assert_results_close(expected, train(lambda: seeded(build), token_batches(num=2), strategy, devices=2), rtol=2e-5)
+
+
 def capped() -> nn.Module:
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=8))
 
 
-def scaled() -> nn.Module:
-    config = transformers.GraniteConfig(**SIZES, logits_scaling=4.0)
-    return transformers.GraniteForCausalLM(config)
+def scaled_twice() -> nn.Module:
+    """The config says less than what the model does."""
+    model = granite().model
+    model.lm_head.register_forward_hook(lambda module, arguments, output: 2 * output)
+    return model
 
 
-@pytest.mark.parametrize("build", [capped, scaled])
+@pytest.mark.parametrize("build", [capped, scaled_twice])
 def test_what_stands_between_head_and_loss_is_refused(build: Callable[[], nn.Module]) -> None:
     model = build()
     with (
