@@ -60,15 +60,14 @@ def _liger_kernel(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
 
 
 @contextmanager
-def chunked_causal_lm_loss(root: nn.Module, kernel: str = "auto") -> Iterator[None]:
+def chunked_causal_lm_loss(root: nn.Module, kernel: str = "torch") -> Iterator[None]:
     """Let causal language models below ``root`` that are called with labels compute head and loss chunk by chunk.
 
     Their output then has the loss, and None in the place of the logits. Calls without labels are as ever.
 
     Args:
         root: holds the models; as they are, or in a wrapper of peft's.
-        kernel: ``"torch"``: this package's; ``"liger"``: Liger's fused one, on GPUs; ``"auto"``: that where it is
-            installed.
+        kernel: ``"torch"``: this package's; ``"liger"``: Liger's fused one, on GPUs.
 
     Raises:
         UnsupportedUseError: there is no such model, or one whose head or loss is not the usual one.
@@ -79,10 +78,9 @@ def chunked_causal_lm_loss(root: nn.Module, kernel: str = "auto") -> Iterator[No
             "`chunked_loss` is for causal language models of transformers (`...ForCausalLM`), but there is none in"
             f" {type(root).__name__}. {_INSTEAD}"
         )
-    use_liger = kernel == "liger" or (kernel == "auto" and liger_is_installed())
     with ExitStack() as stack:
         for model in models:
-            stack.enter_context(_Chunked(model, _liger_kernel if use_liger else _torch_kernel).installed())
+            stack.enter_context(_Chunked(model, _liger_kernel if kernel == "liger" else _torch_kernel).installed())
         yield
 
 

@@ -365,16 +365,16 @@ class RoundPipeStrategy(ParallelStrategy):
             notify=rank_zero_info,
             show=self._show_plan,
         )
+        compute_dtype = self.precision_plugin.compute_dtype
+        max_bytes = largest_unit_bytes(devices, self._gpu_memory_limit, compute_dtype)
         executor = Executor(
             root=module,
-            units=find_units(
-                module, self._units, largest_unit_bytes(devices, self._gpu_memory_limit), self._upload_on_call
-            ),
+            units=find_units(module, self._units, max_bytes, self._upload_on_call),
             devices=devices,
             plan_training=planner.make,
             plan_evaluation=partial(evaluation_schedule, len(devices)),
             warn=rank_zero_warn,
-            compute_dtype=self.precision_plugin.compute_dtype,
+            compute_dtype=compute_dtype,
             gpu_memory_limit=self._gpu_memory_limit,
         )
         _log.debug("units: %s", ", ".join(map(str, executor.units)))
@@ -658,6 +658,8 @@ class RoundPipeStrategy(ParallelStrategy):
                 stack.enter_context(switched_off(module, executor.warn_once))
                 if self._sequence_tiles:
                     stack.enter_context(tiled_over_the_sequence(module, self._sequence_tiles, self._tiled_classes))
+                if self._chunked_loss == "auto":
+                    self._chunked_loss = "liger" if liger_is_installed() else "torch"
                 if self._chunked_loss:
                     stack.enter_context(chunked_causal_lm_loss(module, self._chunked_loss))
             result = executor.run(

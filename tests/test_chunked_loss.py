@@ -140,6 +140,16 @@ def test_liger_that_is_not_installed_is_refused() -> None:
         RoundPipeStrategy(chunked_loss="liger")
 
 
+def test_liger_is_taken_where_it_is_installed() -> None:
+    """On the CPU this package's own kernel computes all the same."""
+    build, batches = MODELS["tied"], token_batches(num=1)
+    with mock.patch("lightning_roundpipe.strategy.liger_is_installed", return_value=True):
+        strategy = RoundPipeStrategy(num_microbatches=2, chunked_loss=True)
+        found = train(build, batches, strategy)
+    assert strategy._chunked_loss == "liger"
+    assert_results_close(train(build, batches), found, rtol=2e-5)
+
+
 def test_liger_is_given_what_it_asks_for() -> None:
     """With a stand-in for the library, and tensors that are not on the CPU, where its kernels do not run."""
     from lightning_roundpipe import chunked_loss

@@ -45,10 +45,16 @@ def _weight_budget_bytes(device: torch.device, devices: Sequence[torch.device], 
     return int(free_bytes * gpu_memory_limit * _WEIGHT_SHARE / sum(other == device for other in devices))
 
 
-def largest_unit_bytes(devices: Sequence[torch.device], gpu_memory_limit: float) -> float:
-    """Bytes of a unit of which two fit a worker's memory for weights: one that runs, and the next on its way."""
+def largest_unit_bytes(
+    devices: Sequence[torch.device], gpu_memory_limit: float, compute_dtype: torch.dtype | None
+) -> float:
+    """Bytes of a unit of which two fit a worker's memory for weights: one that runs, and the next on its way.
+
+    Counted as the masters are; where float32 is converted for computation, an upload is smaller than that.
+    """
     gpus = [device for device in devices if device.type == "cuda"]
-    return min((_weight_budget_bytes(gpu, devices, gpu_memory_limit) / 2 for gpu in gpus), default=math.inf)
+    uploaded = min((_weight_budget_bytes(gpu, devices, gpu_memory_limit) / 2 for gpu in gpus), default=math.inf)
+    return uploaded if compute_dtype is None else uploaded * torch.float32.itemsize / compute_dtype.itemsize
 
 
 @dataclass

@@ -32,7 +32,7 @@ def test_quantised_weights_equal_plain_training(dtype: torch.dtype) -> None:
 
 def test_layers_that_do_not_fit_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("moe-attention", adapted("moe-attention"), lambda: token_batches(num=3))
-    monkeypatch.setattr("lightning_roundpipe.strategy.largest_unit_bytes", lambda devices, limit: 60_000)
+    monkeypatch.setattr("lightning_roundpipe.strategy.largest_unit_bytes", lambda devices, limit, dtype: 60_000)
     assert_results_close(fit(case), fit(case, RoundPipeStrategy(num_microbatches=3)), rtol=1e-6)
 
 

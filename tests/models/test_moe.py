@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.runtime.executor import largest_unit_bytes
 from lightning_roundpipe.runtime.testing import executor_of
 from lightning_roundpipe.runtime.worker import Worker
 from tests.helpers.equivalence import TrainResult, assert_results_close, in_microbatches, train
@@ -183,7 +185,7 @@ def test_several_units_in_a_layer(units: list[str]) -> None:
 def test_layers_that_exceed_a_slot_are_cut(name: str, max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose memory for weights does not hold a layer twice."""
     build: Callable[[], Any] = {"packed": lambda: model("qwen3_moe", "eager").double(), "listed": ListedExperts}[name]
-    monkeypatch.setattr("lightning_roundpipe.strategy.largest_unit_bytes", lambda devices, limit: max_bytes)
+    monkeypatch.setattr("lightning_roundpipe.strategy.largest_unit_bytes", lambda devices, limit, dtype: max_bytes)
     found: list[str] = []
 
     class Note(L.Callback):
@@ -229,3 +231,14 @@ def test_units_to_upload_on_call_must_exist() -> None:
     strategy = RoundPipeStrategy(num_microbatches=2, upload_on_call=["Expert"])
     with pytest.raises(ValueError, match="no unit is a Expert; there are Embedding, Experts, Linear"):
         train(lambda: seeded(ListedExperts), token_batches(num=1), strategy)
+
+
+def test_a_layer_must_fit_twice() -> None:
+    """Workers that share a GPU share its memory; what is converted for its upload may be larger by that."""
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    with mock.patch("torch.cuda.mem_get_info", return_value=(1000, 2000)):
+        alone = largest_unit_bytes([gpu], 0.9, None)
+        assert 0 < alone < 450
+        assert largest_unit_bytes([gpu, gpu], 0.9, None) == pytest.approx(alone / 2, abs=1)
+        assert largest_unit_bytes([gpu], 0.9, torch.bfloat16) == 2 * alone
+    assert largest_unit_bytes([cpu, cpu], 0.9, None) == float("inf")
