@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils import parametrize
 
 from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.plan.schedule import Ticket
@@ -302,6 +303,12 @@ class MicroBatchRun:
         """Run one call of ``unit`` on the worker of its stage; the calling thread holds the user lock."""
         if self._inside_unit is not None:
             return forward(*args, **kwargs)
+        if parametrize._cache_enabled:
+            raise UnsupportedUseError(
+                "`torch.nn.utils.parametrize.cached()` was entered around units. Its cache is one for all threads and"
+                " places, so that a micro-batch would get weights of another, or without their graph. Enter it inside"
+                " the forward of a unit, or not at all."
+            )
         self._end_glue()
         number = len(self.order)
         self.order.append(unit.index)
@@ -505,6 +512,7 @@ class MicroBatchRun:
                 stack.enter_context(substitution)
             attributes = Attributes(unit.module) if learning or traits.changes_attributes else None
             states = generator_states(device) if learning else []
+            cache = parametrize._cache  # Another one after `parametrize.cached()` has been left.
             outer, self._scope = self._scope, scope
             try:
                 result = code()
@@ -514,6 +522,7 @@ class MicroBatchRun:
                 after = generator_states(device)
                 traits.draws[mode] = tuple(old != new for old, new in zip(states, after, strict=True))
                 traits.hides_parameters |= substitution is not None and substitution.found
+                traits.swaps_parameters |= parametrize._cache is not cache
             if attributes is not None:
                 self._tidy(traits, attributes)
         return result

@@ -30,8 +30,8 @@ class UnitTraits:
         changes_attributes: it stores values on its modules; it never runs concurrently with itself, and a recomputation
             leaves them as they were.
         swaps_parameters: it takes parameters off its modules and puts them back, as peft does to adapt a parameter that
-            is no layer's weight. The modules (and torch's cache of computed parameters) are those of all
-            micro-batches, so that it runs while no other user code does.
+            is no layer's weight, or has torch cache computed ones (`torch.nn.utils.parametrize.cached`). The modules
+            and that cache are those of all micro-batches, so that it runs while no other user code does.
         hides_parameters: it reaches parameters without looking them up (`nn.LSTM` keeps a list); they are substituted
             operation by operation.
         draws: for each mode in which it was watched, whether it draws random numbers: from the host's generator, and

@@ -101,6 +101,46 @@ def test_parameters_replaced_in_a_unit(block: type[HalvesItsWeight], name: str) 
     assert all(after[key] is parameter for key, parameter in before.items())
 
 
+class CachesComputedWeights(Residual):
+    """Computes its parametrized weights once for a whole forward pass, as recurrent models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            nn.utils.parametrizations.weight_norm(block.up)
+
+    def loss(self, batch: Any) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return super().loss(batch)
+
+
+def test_cache_of_computed_parameters_around_units() -> None:
+    with pytest.raises(UnsupportedUseError, match=r"`torch\.nn\.utils\.parametrize\.cached\(\)`"):
+        fit(CachesComputedWeights)
+
+
+class CachingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return x + self.layer(self.layer(x).relu())
+
+
+@pytest.mark.parametrize("replica_groups", [1, 2])
+def test_cache_of_computed_parameters_inside_a_unit(replica_groups: int) -> None:
+    def build() -> L.LightningModule:
+        module = Residual()
+        module.blocks = nn.ModuleList(CachingBlock() for _ in range(3))
+        return module.double()
+
+    expected = train(lambda: seeded(build), residual_batches())
+    strategy = RoundPipeStrategy(num_microbatches=6, replica_groups=replica_groups)
+    assert_results_close(expected, train(lambda: seeded(build), residual_batches(), strategy, 4), rtol=1e-9)
+
+
 class FreezesForAWhile(Residual):
     def loss(self, batch: Any) -> Tensor:
         self.blocks[0].requires_grad_(False)
