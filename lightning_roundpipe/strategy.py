@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_roundpipe.chunked_loss import KERNELS, chunked_causal_lm_loss, liger_is_installed
 from lightning_roundpipe.exceptions import PlanError
 from lightning_roundpipe.module_view import ModuleViews
 from lightning_roundpipe.overlap import (
@@ -31,7 +32,8 @@ from lightning_roundpipe.plan.files import save_schedule
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.publish import publish_gradients
-from lightning_roundpipe.runtime.executor import Executor, StepResult
+from lightning_roundpipe.quantised import refuse_hidden_quantisation
+from lightning_roundpipe.runtime.executor import Executor, StepResult, largest_unit_bytes
 from lightning_roundpipe.runtime.hazards import switched_off
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
 from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObjective, LossWeight
@@ -47,6 +49,7 @@ from lightning_roundpipe.runtime.stats import StepStats
 from lightning_roundpipe.runtime.units import find_units
 from lightning_roundpipe.runtime.updater import UpdateRequest
 from lightning_roundpipe.runtime.worker import Worker
+from lightning_roundpipe.sequence_tiles import tiled_over_the_sequence
 from lightning_roundpipe.step_log import StepLog
 
 if TYPE_CHECKING:
@@ -98,6 +101,15 @@ class RoundPipeStrategy(ParallelStrategy):
             all that are alike. A mapping gives arguments of `torch.compile`. The numbers then agree with eager ones up
             to rounding only. What does not compile runs eagerly, which is said once.
         show_plan: whether to print a picture of each plan.
+        chunked_loss: whether causal language models of transformers compute head and loss chunk by chunk in training
+            steps that give them labels: memory then grows with a chunk, not with tokens x vocabulary. Their outputs
+            hold no logits. True or ``"auto"``: with Liger's fused kernel on GPUs where it is installed, else with this
+            package's; ``"liger"`` or ``"torch"`` choose.
+        sequence_tiles: for classes of modules that treat every position alike (MLPs), by name, at how many positions to
+            work at a time in training steps: ``{"Qwen3MLP": 4096}``. Their inner activations then take the memory of
+            one tile, for one more pass over them in the fused stage and in backward stages.
+        upload_on_call: class names of units that may not be called at all, as the experts of a mixture that are modules
+            in a list: their weights are uploaded when they are called, not ahead, and so not at all without tokens.
         accelerator: see `lightning.pytorch.strategies.Strategy`.
         checkpoint_io: see there.
         precision_plugin: see there; by default what ``Trainer(precision=...)`` says.
@@ -125,6 +137,9 @@ class RoundPipeStrategy(ParallelStrategy):
         replica_groups: int | str = 1,
         compile_units: bool | Mapping[str, Any] = False,
         show_plan: bool = False,
+        chunked_loss: bool | str = False,
+        sequence_tiles: dict[str, int] | None = None,
+        upload_on_call: list[str] | None = None,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
@@ -170,6 +185,25 @@ class RoundPipeStrategy(ParallelStrategy):
             )
         if units != "auto" and not units:
             raise ValueError(f"`units` must be 'auto' or name at least one module, but got {units!r}.")
+        if not isinstance(chunked_loss, bool) and chunked_loss not in KERNELS:
+            raise ValueError(f"`chunked_loss` must be a bool or one of {', '.join(KERNELS)}, but got {chunked_loss!r}.")
+        if chunked_loss == "liger" and not liger_is_installed():
+            raise ValueError("`chunked_loss='liger'` needs Liger's kernels. Run `pip install liger-kernel`.")
+        if sequence_tiles is not None and not (
+            isinstance(sequence_tiles, Mapping) and all(_is_count(tile) for tile in sequence_tiles.values())
+        ):
+            raise ValueError(
+                "`sequence_tiles` must map class names to numbers of positions of at least 1, but got"
+                f" {sequence_tiles!r}."
+            )
+        if upload_on_call is not None and (
+            isinstance(upload_on_call, str) or not all(isinstance(name, str) for name in upload_on_call)
+        ):
+            raise ValueError(f"`upload_on_call` must be a list of class names, but got {upload_on_call!r}.")
+        self._upload_on_call = list(upload_on_call or [])
+        self._sequence_tiles = dict(sequence_tiles or {})
+        self._tiled_classes: set[str] = set()
+        self._chunked_loss = "auto" if chunked_loss is True else chunked_loss
         self._num_microbatches = num_microbatches
         self._units = units
         self._loss_weight = _resolve_loss_weight(loss_weight)
@@ -342,14 +376,16 @@ class RoundPipeStrategy(ParallelStrategy):
             notify=rank_zero_info,
             show=self._show_plan,
         )
+        compute_dtype = self.precision_plugin.compute_dtype
+        max_bytes = largest_unit_bytes(devices, self._gpu_memory_limit, compute_dtype)
         executor = Executor(
             root=module,
-            units=find_units(module, self._units),
+            units=find_units(module, self._units, max_bytes, self._upload_on_call),
             devices=devices,
             plan_training=planner.make,
             plan_evaluation=partial(evaluation_schedule, len(devices)),
             warn=rank_zero_warn,
-            compute_dtype=self.precision_plugin.compute_dtype,
+            compute_dtype=compute_dtype,
             gpu_memory_limit=self._gpu_memory_limit,
             compile_options=self._compile_options,
         )
@@ -390,6 +426,7 @@ class RoundPipeStrategy(ParallelStrategy):
                 f"Weights stay in host memory under RoundPipeStrategy, but these are elsewhere: {_listed(moved)}. Build"
                 " the model on the CPU, and do not move it."
             )
+        refuse_hidden_quantisation(module)
         if not fits:
             return
         if not module.automatic_optimization:
@@ -631,6 +668,12 @@ class RoundPipeStrategy(ParallelStrategy):
             stack.enter_context(step_log.capture())
             if trains:
                 stack.enter_context(switched_off(module, executor.warn_once))
+                if self._sequence_tiles:
+                    stack.enter_context(tiled_over_the_sequence(module, self._sequence_tiles, self._tiled_classes))
+                if self._chunked_loss == "auto":
+                    self._chunked_loss = "liger" if liger_is_installed() else "torch"
+                if self._chunked_loss:
+                    stack.enter_context(chunked_causal_lm_loss(module, self._chunked_loss))
             result = executor.run(
                 kind,
                 function,

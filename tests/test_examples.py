@@ -64,3 +64,33 @@ def test_cli_builds_the_strategy_from_the_file(import_example: ImportExample, mo
 
     assert isinstance(cli.trainer.strategy, RoundPipeStrategy)
     assert cli.trainer.global_step == 2
+
+
+RECIPES = ["full-qwen3", "lora-llama", "lora-qwen3-moe", "long-context"]
+TINY_RECIPE = ["--steps=3", "--sequence-length=32", "--batch-size=4"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_gives_the_losses_of_plain_lightning(import_example: ImportExample, recipe: str, tmp_path: Path) -> None:
+    example = import_example("train_language_model")
+    ours = example.main([recipe, *TINY_RECIPE, "--precision=32-true", "--output", str(tmp_path)])
+    plain = example.main([recipe, *TINY_RECIPE, "--precision=32-true", "--strategy=auto"])
+
+    lora = recipe.startswith("lora")  # with a base in bfloat16
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=2e-3 if lora else 1e-5, atol=0)
+    assert (tmp_path / ("adapter_model.safetensors" if lora else "model.safetensors")).exists()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_from_a_file(import_example: ImportExample, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EXAMPLES / "configs" / f"{recipe.replace('-', '_')}.yaml"
+    tiny = ["--trainer.max_steps=2", "--data.sequence_length=32", "--data.batch_size=4"]
+    tiny += ["--trainer.enable_model_summary=false"]  # which does not know the precision, and says so
+    monkeypatch.setattr(sys, "argv", ["cli.py", "fit", "--config", str(config), *tiny])
+    cli = import_example("language_model_cli").main()
+
+    assert isinstance(cli.trainer.strategy, RoundPipeStrategy)
+    assert cli.trainer.global_step == 2
+    recipe_module, _ = import_example("train_language_model").RECIPES[recipe][0]()
+    assert recipe_module.hparams["config"] == cli.model.hparams["config"]
+    assert recipe_module.hparams["lora"] == cli.model.hparams["lora"]

@@ -32,7 +32,8 @@ LAYERS = {
     "_version": Layer(own=frozenset(), banned=LIGHTNING | {"torch"}),
     "exceptions": Layer(own=frozenset(), banned=LIGHTNING | {"torch"}),
     "plan": Layer(own=PURE | {"plan"}, banned=LIGHTNING | {"torch.cuda"}),
-    "runtime": Layer(own=PURE | {"plan", "runtime"}, banned=LIGHTNING),
+    "losses": Layer(own=frozenset(), banned=LIGHTNING),
+    "runtime": Layer(own=PURE | {"plan", "losses", "runtime"}, banned=LIGHTNING),
 }
 
 

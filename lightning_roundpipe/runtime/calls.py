@@ -172,6 +172,10 @@ class Scope:
             if gradient is not None:
                 holder.accumulate(parameter, self.place, holder.move(gradient))
 
+    def host_of(self, leaf: Tensor) -> Tensor | None:
+        """The host parameter as whose leaf ``leaf`` was handed out."""
+        return next((host for host, known, _ in self._leaves.values() if known is leaf or host is leaf), None)
+
     @property
     def trainable(self) -> list[Tensor]:
         """Host parameters of which a leaf that requires grad was handed out."""

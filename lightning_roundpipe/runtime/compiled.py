@@ -133,6 +133,8 @@ def _reason(traits: UnitTraits) -> str | None:
         return "they store values on themselves in `forward`"
     if traits.changes_buffers:
         return "they change buffers in `forward`"
+    if traits.swaps_parameters:
+        return "they take parameters off their modules in `forward`"
     if traits.hides_parameters:
         return "they reach parameters other than as attributes of their modules"
     return None

@@ -1,5 +1,6 @@
 """Runs steps: learns the order of calls, has a plan made for it, and starts a thread for each micro-batch."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from lightning_roundpipe.runtime.updater import Updater, UpdateRequest
 from lightning_roundpipe.runtime.uses import UseCounter
 from lightning_roundpipe.runtime.worker import Worker
 
-__all__ = ["Executor", "StepResult"]
+__all__ = ["Executor", "StepResult", "largest_unit_bytes"]
 
 ScheduleMaker = Callable[[Sequence[CallCost], int], Schedule]
 """Makes a schedule from the calls in order (their bytes; their times are not known) and the number of micro-batches."""
@@ -40,6 +41,23 @@ ScheduleMaker = Callable[[Sequence[CallCost], int], Schedule]
 
 _WEIGHT_SHARE = 0.3
 """Share of the usable GPU memory in which weights may stay; the rest is for activations and gradients. A guess."""
+
+
+def _weight_budget_bytes(device: torch.device, devices: Sequence[torch.device], gpu_memory_limit: float) -> int:
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(free_bytes * gpu_memory_limit * _WEIGHT_SHARE / sum(other == device for other in devices))
+
+
+def largest_unit_bytes(
+    devices: Sequence[torch.device], gpu_memory_limit: float, compute_dtype: torch.dtype | None
+) -> float:
+    """Bytes of a unit of which two fit a worker's memory for weights: one that runs, and the next on its way.
+
+    Counted as the masters are; where float32 is converted for computation, an upload is smaller than that.
+    """
+    gpus = [device for device in devices if device.type == "cuda"]
+    uploaded = min((_weight_budget_bytes(gpu, devices, gpu_memory_limit) / 2 for gpu in gpus), default=math.inf)
+    return uploaded if compute_dtype is None else uploaded * torch.float32.itemsize / compute_dtype.itemsize
 
 
 @dataclass
@@ -119,9 +137,7 @@ class Executor:
     def _make_worker(self, index: int, device: torch.device) -> Worker:
         if device.type != "cuda":
             return Worker(index, device, self.store)
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        shared_by = sum(other == device for other in self.devices)
-        budget = int(free_bytes * self.gpu_memory_limit * _WEIGHT_SHARE / shared_by)
+        budget = _weight_budget_bytes(device, self.devices, self.gpu_memory_limit)
         worker = GpuWorker(index, device, self.store, budget)
         worker.holds_inputs = len(self.devices) == 1
         return worker

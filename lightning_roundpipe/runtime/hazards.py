@@ -52,8 +52,10 @@ def uncompiled(root: nn.Module, warn: Callable[[str], None]) -> Iterator[None]:
         elif type(module).__name__ == "OptimizedModule":  # Not by class: importing the compiler takes seconds.
             undo.append((module, "forward", module._orig_mod))
     if undo:
-        warn("Compiled modules run eagerly under RoundPipeStrategy: weights that are looked up can not be
-            " compiled. Use `RoundPipeStrategy(compile_units=True)`.")
+        warn(
+            "Compiled modules run eagerly under RoundPipeStrategy: weights that are looked up can not be compiled. Use"
+            " `RoundPipeStrategy(compile_units=True)`."
+        )
     originals = [(module, name, vars(module)[name]) for module, name, _ in undo]
     try:
         for module, name, value in undo:

@@ -33,6 +33,9 @@ class Resolver(Protocol):
     def assign_buffer(self, table: "LookupDict", name: str, value: Tensor) -> None:
         """Running code assigned ``module.name = value``."""
 
+    def replace_parameter(self, table: "LookupDict", name: str, value: Tensor | None) -> None:
+        """Running code puts ``value`` in the place of a parameter, or takes the parameter away."""
+
     def call(self, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Running code calls ``unit``."""
 
@@ -119,14 +122,16 @@ class LookupDict(dict[str, Any]):
                 super().__setitem__(name, value.detach().cpu().clone())  # A new buffer gets a home.
             resolver.assign_buffer(self, name, value)
         elif resolver is not None and not self.is_buffers and not (value is None and super().get(name) is None):
-            raise _replaced(self.owner, name)
+            resolver.replace_parameter(self, name, value)
         else:
             super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        if current_resolver() is not None and not self.is_buffers and super().get(name) is not None:
-            raise _replaced(self.owner, name)
-        super().__delitem__(name)
+        resolver = current_resolver()
+        if resolver is not None and not self.is_buffers and super().get(name) is not None:
+            resolver.replace_parameter(self, name, None)
+        else:
+            super().__delitem__(name)
 
     def host(self, name: str) -> Tensor | None:
         """The host tensor itself."""
@@ -136,17 +141,28 @@ class LookupDict(dict[str, Any]):
         """Put another host tensor into the dict."""
         super().__setitem__(name, value)
 
+    def remove(self, name: str) -> None:
+        """Take a host tensor out of the dict."""
+        super().__delitem__(name)
+
+    def put_back(self, entries: dict[str, Any]) -> None:
+        """Make ``entries``, in their order, all that the dict holds."""
+        self.clear()
+        self.update(entries)
+
+    def refuse(self, name: str) -> UnsupportedUseError:
+        """What to raise where running code replaces the parameter ``name`` for good."""
+        return UnsupportedUseError(
+            f"Parameter `{name}` of {type(self.owner).__name__} was replaced while a step runs"
+            " (`torch.func.functional_call`, `register_parameter` or an assignment in forward). All micro-batches"
+            " share the module, so it must stay as it is during a step: build parameters before training, and pass"
+            " other weights as arguments. A module that replaces them only for the length of its forward may do so"
+            " inside a unit: name it in `RoundPipeStrategy(units=[...])`."
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A module that is copied or pickled in the middle of a step becomes an ordinary one.
         return dict, (list(self.items()),)
-
-
-def _replaced(owner: nn.Module, name: str) -> UnsupportedUseError:
-    return UnsupportedUseError(
-        f"Parameter `{name}` of {type(owner).__name__} was replaced while a step runs (`torch.func.functional_call`,"
-        " `register_parameter` or an assignment in forward). All micro-batches share the module, so it must stay as it"
-        " is during a step: build parameters before training, and pass other weights as arguments."
-    )
 
 
 class _UnitCall:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils import parametrize
 
 from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.plan.schedule import Ticket
@@ -103,6 +104,7 @@ class MicroBatchRun:
         self._occurrences: Counter[int] = Counter()
         self._archive = InputArchive()
         self._inside_unit: Unit | None = None
+        self._swapped: dict[int, tuple[LookupDict, dict[str, Any]]] | None = None
         self._observation = GlueObservation(step.parameters, self.parameter, alone=step.is_alone)
 
     # ------------------------------------------------------------------ the thread
@@ -206,6 +208,42 @@ class MicroBatchRun:
         """A buffer is assigned anew in the running scope."""
         self._scope.assign_buffer(table, name, value)
 
+    def replace_parameter(self, table: LookupDict, name: str, value: Tensor | None) -> None:
+        """A parameter is taken off its module, or put back; a unit may do so for as long as it runs.
+
+        Raises:
+            UnsupportedUseError: it is another one that is put there, or nobody expected it.
+        """
+        if self._swapped is None:
+            raise table.refuse(name)
+        self._swapped.setdefault(id(table), (table, dict(table.items())))
+        if value is None:
+            table.remove(name)
+        elif (host := self._scope.host_of(value)) is not None:
+            table.replace(name, host)
+        else:
+            raise table.refuse(name)
+
+    @contextmanager
+    def _swapping(self, traits: UnitTraits) -> Iterator[None]:
+        """Let a unit take its parameters off and put them back.
+
+        Raises:
+            UnsupportedUseError: it did not put them back.
+        """
+        self._swapped = {}
+        try:
+            yield
+        finally:
+            swapped, self._swapped = self._swapped, None
+            left = [(table, before, dict(table.items())) for table, before in swapped.values()]
+            for table, before, _ in left:
+                table.put_back(before)
+        traits.swaps_parameters |= bool(swapped)
+        for table, before, after in left:
+            if changed := [name for name in before | after if before.get(name) is not after.get(name)]:
+                raise table.refuse(changed[0])
+
     def _close(self, scope: Scope, *, learn: bool) -> dict[tuple[int, str], Tensor]:
         """End a scope of a forward pass: carry its buffers home, and see that no parameter was written."""
         # Values are compared in host memory only: on a GPU it would mean to upload everything twice.
@@ -265,6 +303,12 @@ class MicroBatchRun:
         """Run one call of ``unit`` on the worker of its stage; the calling thread holds the user lock."""
         if self._inside_unit is not None:
             return forward(*args, **kwargs)
+        if parametrize._cache_enabled:
+            raise UnsupportedUseError(
+                "`torch.nn.utils.parametrize.cached()` was entered around units. Its cache is one for all threads and"
+                " places, so that a micro-batch would get weights of another, or without their graph. Enter it inside"
+                " the forward of a unit, or not at all."
+            )
         self._end_glue()
         number = len(self.order)
         self.order.append(unit.index)
@@ -432,7 +476,8 @@ class MicroBatchRun:
                 raise UnsupportedUseError(
                     f"Unit {unit} {did} a key/value cache ({type(leaf).__name__}) in training. The cache is changed by"
                     " the forward pass, so recomputation would see it twice and its gradients would be lost. Do not"
-                    " pass `past_key_values` or `use_cache=True` in `training_step`."
+                    " pass `past_key_values` or `use_cache=True` in `training_step`; instead of prefix tuning, which"
+                    " does so, use prompt tuning or LoRA."
                 )
             if names := hidden_tensors(leaf, matters):
                 raise UnsupportedUseError(
@@ -460,7 +505,7 @@ class MicroBatchRun:
         mode = traits.mode
         known = traits.draws.get(mode)
         learning = known is None
-        locked = known is None or step.must_lock(known)
+        locked = known is None or step.must_lock(known) or traits.swaps_parameters
         with ExitStack() as stack:
             if traits.changes_attributes:
                 stack.enter_context(traits.lock)
@@ -469,11 +514,14 @@ class MicroBatchRun:
             if locked or not step.shares_generator:
                 self._seed(2 * number + 1)
             substitution: ParameterSubstitution | None = None
-            if learning or traits.hides_parameters:
+            if learning or traits.swaps_parameters or step.is_alone:
+                stack.enter_context(self._swapping(traits))
+            if learning or traits.swaps_parameters or traits.hides_parameters:
                 substitution = ParameterSubstitution(step.parameters, self.parameter)
                 stack.enter_context(substitution)
             attributes = Attributes(unit.module) if learning or traits.changes_attributes else None
             states = generator_states(device) if learning else []
+            cache = parametrize._cache  # Another one after `parametrize.cached()` has been left.
             outer, self._scope = self._scope, scope
             try:
                 compiled = None if learning or step.compiled is None else step.compiled.get(traits, mode)
@@ -487,6 +535,7 @@ class MicroBatchRun:
                 after = generator_states(device)
                 traits.draws[mode] = tuple(old != new for old, new in zip(states, after, strict=True))
                 traits.hides_parameters |= substitution is not None and substitution.found
+                traits.swaps_parameters |= parametrize._cache is not cache
             if attributes is not None:
                 self._tidy(traits, attributes)
         return result

@@ -9,8 +9,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from lightning_roundpipe.exceptions import UnsupportedUseError
+from lightning_roundpipe.losses import linear_cross_entropy
 
 __all__ = ["GlueObservation", "ParameterSubstitution"]
+
+_LABEL_LOSSES: dict[Callable[..., Any], tuple[str, int]] = {
+    torch.nn.functional.cross_entropy: ("target", 1),
+    torch.nn.functional.nll_loss: ("target", 1),
+    linear_cross_entropy: ("labels", 2),
+}
+"""Losses that average over labels, with the name and the place of the argument that holds these."""
 
 _TENSOR_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
@@ -59,6 +67,8 @@ class ParameterSubstitution(TorchFunctionMode):
             self.data_taken |= name == "data" and isinstance(args[0], nn.Parameter)
         elif name in ("__set__", "requires_grad_") and id(args[0]) in self._parameters:
             name = getattr(getattr(func, "__self__", None), "__name__", name)
+            if name == "data" and args[1] is self._lookup(args[0]):
+                return None  # `module.to(...)` that has nothing to convert.
             if name == "data" or (name.startswith("requires_grad") and not self.may_freeze):
                 raise UnsupportedUseError(
                     f"`{name}` of a parameter was set while a step runs. Freeze, unfreeze and replace weights between"
@@ -67,6 +77,8 @@ class ParameterSubstitution(TorchFunctionMode):
                     " is one for all micro-batches."
                 )
             return func(*args, **kwargs)
+        elif name == "set_" and len(args) == 2 and args[0] is args[1]:
+            return args[0]  # What registering a parametrization does; it would count as a write.
         arguments = [self._substitute(argument) for argument in args]
         return func(*arguments, **{name: self._substitute(value) for name, value in kwargs.items()})
 
@@ -117,12 +129,12 @@ class GlueObservation(ParameterSubstitution):
         if func is torch.autograd.grad:
             return self._differentiate(func, args, kwargs or {})
         result = super().__torch_function__(func, types, args, kwargs)
-        if func is torch.nn.functional.cross_entropy or func is torch.nn.functional.nll_loss:
-            self._note_loss(result, args, kwargs or {})
+        if func in _LABEL_LOSSES:
+            self._note_loss(result, *_LABEL_LOSSES[func], args, kwargs or {})
         return result
 
-    def _note_loss(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+    def _note_loss(self, loss: Tensor, name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        target = kwargs.get(name, args[place] if len(args) > place else None)
         if isinstance(target, Tensor) and not target.is_floating_point() and kwargs.get("reduction", "mean") == "mean":
             self.losses.append((loss.detach(), (target != kwargs.get("ignore_index", -100)).sum()))
 

@@ -117,11 +117,12 @@ class Step:
         return host or (any(device) and self._device_shared)
 
     def stage_parameters(self, stage: int) -> list[Tensor]:
-        """The parameters of the units that ``stage`` is planned to run; none after the last stage."""
+        """What ``stage`` is planned to need, without units that wait for their call; nothing after the last stage."""
         if stage >= self.schedule.plan.num_stages:
             return []
         units = dict.fromkeys(self.order[call] for call in self.schedule.plan.stages[stage].calls)
-        return [parameter for unit in units for parameter in self.traits[unit].unit.parameters]
+        planned = [self.traits[index].unit for index in units]
+        return [parameter for unit in planned if not unit.on_call for parameter in unit.parameters]
 
     def add_uses(self, parameters: Sequence[Tensor]) -> None:
         """Parameters may get a gradient from a backward that is still to come."""

@@ -31,6 +31,9 @@ class UnitTraits:
         changes_attributes: it stores values on its modules; it never runs concurrently with itself, and a recomputation
             leaves them as they were.
         changes_buffers: it writes to its buffers, or assigns them anew.
+        swaps_parameters: it takes parameters off its modules and puts them back, as peft does to adapt a parameter that
+            is no layer's weight, or has torch cache computed ones (`torch.nn.utils.parametrize.cached`). The modules
+            and that cache are those of all micro-batches, so that it runs while no other user code does.
         hides_parameters: it reaches parameters without looking them up (`nn.LSTM` keeps a list); they are substituted
             operation by operation.
         draws: for each mode in which it was watched, whether it draws random numbers: from the host's generator, and
@@ -45,6 +48,7 @@ class UnitTraits:
     changes_inputs: bool = False
     changes_attributes: bool = False
     changes_buffers: bool = False
+    swaps_parameters: bool = False
     hides_parameters: bool = False
     draws: dict[Mode, tuple[bool, ...]] = field(default_factory=dict)
     stored: set[tuple[nn.Module, str]] = field(default_factory=set)

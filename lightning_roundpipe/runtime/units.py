@@ -1,13 +1,15 @@
 """Units: the modules that are streamed, found by structure.
 
 No architecture is known by name. The items of repeated block lists are units, then the smallest modules that own the
-remaining parameters. What no unit owns (a loose parameter of a container) is looked up when user code asks for it.
+remaining parameters. A block that is too large to be streamed at once (many experts) is cut into its parts.
+What no unit owns (a loose parameter of a container) is looked up when user code asks for it.
 """
 
 import difflib
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor, nn
@@ -15,6 +17,10 @@ from torch.nn.utils import parametrize
 
 __all__ = ["Unit", "find_units", "tensor_bytes"]
 
+_WORTH_CUTTING = 0.8
+"""A large block is cut if its largest piece has no larger share of it. A guess: every cut is one more call."""
+
+_NOT_CALLED = nn.Module.forward
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -31,11 +37,13 @@ class Unit:
         index: place among the units, in the order in which the module tree lists them.
         name: dotted path of the module below the root.
         module: the module itself; never copied, never moved.
+        on_call: whether its weights are uploaded when it is called, not along with its stage.
     """
 
     index: int
     name: str
     module: nn.Module
+    on_call: bool = False
 
     def __str__(self) -> str:
         return f"`{self.name or type(self.module).__name__}`"
@@ -53,26 +61,42 @@ class Unit:
     @property
     def num_bytes(self) -> int:
         """Bytes of the parameters."""
-        return sum(map(tensor_bytes, self.parameters))
+        return _num_bytes(self.module)
 
 
-def find_units(root: nn.Module, units: str | Sequence[str] = "auto") -> tuple[Unit, ...]:
+def find_units(
+    root: nn.Module,
+    units: str | Sequence[str] = "auto",
+    max_bytes: float = math.inf,
+    on_call: Sequence[str] = (),
+) -> tuple[Unit, ...]:
     """Cut ``root`` into units.
 
     Args:
         root: the model; its parameters may lie anywhere below it.
         units: ``"auto"``, or class names and dotted paths of modules that must be units. The parameters which these do
             not cover are cut as with ``"auto"``.
+        max_bytes: a block whose parameters are larger is cut into its parts, where those are notably smaller; what was
+            named is not.
+        on_call: class names of units whose weights are uploaded when they are called only.
 
     Returns:
         Units of which none holds another, in module order. What two units share belongs to both.
 
     Raises:
-        ValueError: a name matches no module with parameters, or one unit would hold another.
+        ValueError: a name matches no module with parameters (in ``on_call``: no unit), or one unit would hold another.
     """
     wanted = _named_modules(root, units) if units != "auto" else {}
-    found = list(_visit(root, "", wanted))
-    return tuple(Unit(index, name, module) for index, (name, module) in enumerate(found))
+    found = list(_Search(wanted, max_bytes).visit(root, ""))
+    classes = {type(module).__name__ for _, module in found}
+    if missing := [name for name in on_call if name not in classes]:
+        raise ValueError(
+            f"`upload_on_call` must name classes of units, but no unit is a {missing[0]}; there are"
+            f" {', '.join(sorted(classes))}. Name it in `units`, too, to make units of such modules."
+        )
+    return tuple(
+        Unit(index, name, module, type(module).__name__ in on_call) for index, (name, module) in enumerate(found)
+    )
 
 
 def _named_modules(root: nn.Module, units: str | Sequence[str]) -> dict[int, str]:
@@ -104,28 +128,63 @@ def _named_modules(root: nn.Module, units: str | Sequence[str]) -> dict[int, str
     return wanted
 
 
-def _visit(
-    module: nn.Module, name: str, wanted: dict[int, str], seen: set[int] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
-    seen = set() if seen is None else seen
-    if id(module) in seen or not _has_parameters(module):
-        return
-    seen.add(id(module))
-    holds_wanted = any(id(inner) in wanted for inner in module.modules() if inner is not module)
-    if id(module) in wanted or (name and not holds_wanted and _is_atomic(module)):
-        seen.update(map(id, module.modules()))
-        yield name, module
-        return
-    blocks = _repeated_blocks(module)
-    for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
-        child_holds_wanted = any(id(inner) in wanted for inner in child.modules())
-        if type(child) in blocks and id(child) not in seen and not child_holds_wanted:
-            seen.update(map(id, child.modules()))
-            if _has_parameters(child):
-                yield path, child
-        else:
-            yield from _visit(child, path, wanted, seen)
+@dataclass
+class _Search:
+    """One search for units.
+
+    Attributes:
+        wanted: modules that were named, by id.
+        max_bytes: a block with more is cut into its parts.
+        seen: modules that are settled.
+    """
+
+    wanted: Container[int]
+    max_bytes: float
+    seen: set[int] = field(default_factory=set)
+
+    def visit(self, module: nn.Module, name: str, *, in_block: bool = False) -> Iterator[tuple[str, nn.Module]]:
+        """The units in ``module``, with their names.
+
+        Args:
+            module: see there.
+            name: its own.
+            in_block: whether it is part of a block that is too large to be a unit: what can be called in it then is
+                one.
+        """
+        if id(module) in self.seen or not _has_parameters(module):
+            return
+        self.seen.add(id(module))
+        if id(module) in self.wanted or (name and not self._holds_wanted(module) and _is_atomic(module)):
+            yield self._take(module, name)
+            return
+        blocks = _repeated_blocks(module)
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            is_block = type(child) in blocks
+            whole = is_block or (in_block and type(child).forward is not _NOT_CALLED)
+            fits = self._fits(child)
+            named = id(child) in self.wanted or self._holds_wanted(child)
+            if whole and fits and id(child) not in self.seen and not named:
+                taken = self._take(child, path)
+                if _has_parameters(child):
+                    yield taken
+            else:
+                yield from self.visit(child, path, in_block=in_block or (is_block and not fits))
+
+    def _fits(self, module: nn.Module) -> bool:
+        """Whether ``module`` is to stay whole: it is small enough, or its parts would hardly be smaller."""
+        num_bytes = _num_bytes(module)
+        if num_bytes <= self.max_bytes:
+            return True
+        largest = max(sum(map(tensor_bytes, part.parameters(recurse=False))) for part in module.modules())
+        return largest > _WORTH_CUTTING * num_bytes
+
+    def _take(self, module: nn.Module, name: str) -> tuple[str, nn.Module]:
+        self.seen.update(map(id, module.modules()))
+        return name, module
+
+    def _holds_wanted(self, module: nn.Module) -> bool:
+        return any(id(inner) in self.wanted for inner in module.modules() if inner is not module)
 
 
 def _repeated_blocks(module: nn.Module) -> set[type[nn.Module]]:
@@ -138,6 +197,10 @@ def _repeated_blocks(module: nn.Module) -> set[type[nn.Module]]:
         # A model with a single layer; but not a list that holds a whole model.
         return {cls for cls in counts if not any(map(_repeated_blocks, children[0].modules()))}
     return {cls for cls, count in counts.items() if count > 1}
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(map(tensor_bytes, module.parameters()))
 
 
 def _has_parameters(module: nn.Module) -> bool:

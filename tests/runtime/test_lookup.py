@@ -34,6 +34,9 @@ class Doubling(Resolver):
     def assign_buffer(self, table: LookupDict, name: str, value: Tensor) -> None:
         self.assigned.append((table.owner, name, value))
 
+    def replace_parameter(self, table: LookupDict, name: str, value: Tensor | None) -> None:
+        raise table.refuse(name)
+
     def call(self, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls.append(unit.name)
         return forward(*args, **kwargs)

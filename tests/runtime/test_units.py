@@ -25,6 +25,8 @@ class Wrapper(nn.Module):
         for name, child in children.items():
             self.add_module(name, child)
 
+    def forward(self) -> None: ...
+
 
 def names(root: nn.Module, units: str | list[str] = "auto") -> list[str]:
     return [unit.name for unit in find_units(root, units)]
@@ -263,3 +265,45 @@ def test_a_shared_module_can_be_named_by_any_of_its_paths() -> None:
 def test_a_class_that_holds_itself_is_refused() -> None:
     with pytest.raises(ValueError, match="selects both '' and 'body.0' inside it"):
         find_units(model(), ["Wrapper"])
+
+
+class Layer(nn.Module):
+    """Attention, a norm and experts: packed, or in a list that is never called itself."""
+
+    def __init__(self, *, packed: bool) -> None:
+        super().__init__()
+        self.attention = Wrapper(q=linear(), k=linear())
+        self.norm = nn.LayerNorm(4)
+        self.mlp = Wrapper(router=nn.Linear(4, 2))
+        self.mlp.experts = Wrapper(loose=True) if packed else nn.ModuleList(Block(4) for _ in range(3))
+        if packed:
+            self.mlp.experts.weight = nn.Parameter(torch.zeros(8, 4, 4))
+
+    def forward(self) -> None: ...
+
+
+def test_a_block_that_is_too_large_is_cut_into_what_can_be_called() -> None:
+    """Parts that fit are units as they are; the part that does not is cut further; a list is no unit."""
+    packed = Wrapper(layers=nn.ModuleList([Layer(packed=True), Layer(packed=True)]), head=linear())
+    whole = ["layers.0", "layers.1", "head"]
+    assert names(packed) == whole
+    size = find_units(packed)[0].num_bytes
+    assert [unit.name for unit in find_units(packed, max_bytes=size)] == whole
+
+    parts = ["attention", "norm", "mlp"]
+    found = [unit.name for unit in find_units(packed, max_bytes=size - 1)]
+    assert found == [f"layers.{layer}.{part}" for layer in (0, 1) for part in parts] + ["head"]
+
+    # The experts, one packed parameter, are nearly all of `mlp`: to cut that would not help.
+    assert [unit.name for unit in find_units(packed, max_bytes=200)] == found
+
+    listed = nn.ModuleList([Layer(packed=False), Layer(packed=False)])
+    parts = ["attention", "norm", "mlp.router", "mlp.experts.0", "mlp.experts.1", "mlp.experts.2"]
+    found = [unit.name for unit in find_units(listed, max_bytes=400)]
+    assert found == [f"{layer}.{part}" for layer in (0, 1) for part in parts]
+
+
+def test_what_has_no_parts_stays_whole_however_large() -> None:
+    blocks = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+    assert [unit.name for unit in find_units(blocks, max_bytes=1)] == ["0", "1"]
+    assert [unit.name for unit in find_units(nn.ModuleList([Block(4), Block(4)]), ["Block"], max_bytes=1)] == ["0", "1"]

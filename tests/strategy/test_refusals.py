@@ -67,6 +67,80 @@ def test_buffer_with_a_gradient() -> None:
         fit(build, num_microbatches=1)
 
 
+class HalvesItsWeight(nn.Module):
+    """Puts half of its weight in the place of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight = nn.Parameter(self.layer.weight / 2)
+        return x + self.layer(x)
+
+
+class DropsItsBias(HalvesItsWeight):
+    """Takes its bias off and does not put it back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.layer(x)
+        del self.layer.bias
+        return y
+
+
+@pytest.mark.parametrize(("block", "name"), [(HalvesItsWeight, "weight"), (DropsItsBias, "bias")])
+def test_parameters_replaced_in_a_unit(block: type[HalvesItsWeight], name: str) -> None:
+    """Only what is put back before the unit returns may be taken off; the module is left as it was."""
+    module = seeded(Residual)
+    module.blocks = nn.ModuleList(block() for _ in range(3))
+    before = dict(module.named_parameters())
+    with pytest.raises(UnsupportedUseError, match=rf"Parameter `{name}` of Linear was replaced"):
+        train(lambda: module, residual_batches(), RoundPipeStrategy(num_microbatches=2), 2)
+    after = dict(module.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[key] is parameter for key, parameter in before.items())
+
+
+class CachesComputedWeights(Residual):
+    """Computes its parametrized weights once for a whole forward pass, as recurrent models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            nn.utils.parametrizations.weight_norm(block.up)
+
+    def loss(self, batch: Any) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return super().loss(batch)
+
+
+def test_cache_of_computed_parameters_around_units() -> None:
+    with pytest.raises(UnsupportedUseError, match=r"`torch\.nn\.utils\.parametrize\.cached\(\)`"):
+        fit(CachesComputedWeights)
+
+
+class CachingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return x + self.layer(self.layer(x).relu())
+
+
+@pytest.mark.parametrize("replica_groups", [1, 2])
+def test_cache_of_computed_parameters_inside_a_unit(replica_groups: int) -> None:
+    def build() -> L.LightningModule:
+        module = Residual()
+        module.blocks = nn.ModuleList(CachingBlock() for _ in range(3))
+        return module.double()
+
+    expected = train(lambda: seeded(build), residual_batches())
+    strategy = RoundPipeStrategy(num_microbatches=6, replica_groups=replica_groups)
+    assert_results_close(expected, train(lambda: seeded(build), residual_batches(), strategy, 4), rtol=1e-9)
+
+
 class FreezesForAWhile(Residual):
     def loss(self, batch: Any) -> Tensor:
         self.blocks[0].requires_grad_(False)
