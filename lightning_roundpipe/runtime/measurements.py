@@ -1,0 +1,260 @@
+"""Rates that this machine reaches: copies, host memory, the optimizer, and what a GPU computes in training.
+
+Copies on GPUs are timed by CUDA events in the streams that run them, over pinned memory of the kind that training uses
+(`Slab`). Every rate is the better of several tries, of which the first warms up.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from lightning_roundpipe.plan.timeline import Lane
+from lightning_roundpipe.runtime.slab import Slab
+
+__all__ = [
+    "GpuRates",
+    "adamw_weights_per_s",
+    "gpu_rates",
+    "host_bytes_per_s",
+    "link_bytes_per_s",
+    "peer_copy_is_right",
+    "pin_host_memory",
+]
+
+_TRIES = 3
+_COPIES = 8
+"""Copies in a row that are timed as one, so that their start and their end weigh little."""
+
+
+# ------------------------------------------------------------------ links
+
+
+def link_bytes_per_s(
+    devices: Sequence[torch.device], lanes: Sequence[Lane], num_bytes: int = 256 * 2**20
+) -> list[dict[Lane, float]]:
+    """Bandwidth of pinned copies that run at once, in bytes/s.
+
+    Args:
+        devices: GPUs whose links are at work.
+        lanes: directions that are at work on each of them.
+        num_bytes: bytes of a copy.
+
+    Returns:
+        For each device the bandwidth by direction.
+    """
+    shape = torch.Size([num_bytes])
+    sides = [(device, lane) for device in devices for lane in lanes]
+    slabs = [Slab([(shape, torch.uint8)], pin=True, warn=_ignore) for _ in sides]
+    on_device = [torch.empty(shape, dtype=torch.uint8, device=device) for device, _ in sides]
+    streams = [torch.cuda.Stream(device) for device, _ in sides]
+    best = [math.inf] * len(sides)
+    try:
+        for _ in range(_TRIES):
+            for device in devices:
+                torch.cuda.synchronize(device)
+            starts = [torch.cuda.Event(enable_timing=True) for _ in sides]
+            stops = [torch.cuda.Event(enable_timing=True) for _ in sides]
+            for start, stream in zip(starts, streams, strict=True):
+                start.record(stream)
+            # In turn, so that no link is done long before another begins.
+            for _ in range(_COPIES):
+                for (_, lane), slab, there, stream in zip(sides, slabs, on_device, streams, strict=True):
+                    source, target = (slab.flat, there) if lane is Lane.H2D else (there, slab.flat)
+                    with torch.cuda.stream(stream):
+                        target.copy_(source, non_blocking=True)
+            for stop, stream in zip(stops, streams, strict=True):
+                stop.record(stream)
+            for side, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+                stop.synchronize()
+                best[side] = min(best[side], start.elapsed_time(stop) / 1e3)
+    finally:
+        for slab in slabs:
+            slab.unpin()
+    rates: list[dict[Lane, float]] = [{} for _ in devices]
+    for side, (_, lane) in enumerate(sides):
+        rates[side // len(lanes)][lane] = _COPIES * num_bytes / best[side]
+    return rates
+
+
+def peer_copy_is_right(source: torch.device, target: torch.device) -> bool:
+    """Whether a copy from GPU to GPU arrives; on some consumer cards it delivers zeros without an error."""
+    sent = torch.arange(1, 2**20 + 1, device=source)
+    received = torch.zeros_like(sent, device=target)
+    received.copy_(sent)
+    torch.cuda.synchronize(source)
+    torch.cuda.synchronize(target)
+    return torch.equal(received.cpu(), sent.cpu())
+
+
+def pin_host_memory(num_bytes: int, piece_bytes: int = 2**30) -> tuple[int, str | None]:
+    """Pins host memory, piece by piece, and gives it back.
+
+    Args:
+        num_bytes: bytes to stop at.
+        piece_bytes: bytes of a piece.
+
+    Returns:
+        Bytes that were pinned at once, and why there were not more; None if nothing stopped it before ``num_bytes``.
+    """
+    pieces: list[Slab] = []
+    complaints: list[str] = []
+    pinned = 0
+    try:
+        while pinned < num_bytes and not complaints:
+            size = min(piece_bytes, num_bytes - pinned)
+            piece = Slab([(torch.Size([size]), torch.uint8)], pin=True, warn=complaints.append)
+            pieces.append(piece)
+            pinned += size if piece.pinned else 0
+    finally:
+        for piece in pieces:
+            piece.unpin()
+    return pinned, complaints[0] if complaints else None
+
+
+def _ignore(message: str) -> None:
+    """Pinning is judged by `pin_host_memory`; copies are slow without it, which is what is then measured."""
+
+
+# ------------------------------------------------------------------ host
+
+
+def host_bytes_per_s(num_bytes: int = 512 * 2**20) -> float:
+    """Bandwidth of host memory that all threads of torch reach together, reads and writes, in bytes/s.
+
+    Args:
+        num_bytes: bytes of each of two operands; far more than caches hold.
+    """
+    # A sum in place: a plain copy would read its target unseen before it writes it.
+    source = torch.zeros(num_bytes // 4)
+    target = torch.zeros_like(source)
+    return 3 * num_bytes / _best_s(partial(target.add_, source))
+
+
+def adamw_weights_per_s(num_weights: int = 32 * 2**20) -> float:
+    """Weights/s that PyTorch's fused AdamW updates in host memory, all in float32, with all threads of torch."""
+    weight = torch.zeros(num_weights, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    return num_weights / _best_s(torch.optim.AdamW([weight], fused=True).step)
+
+
+def _best_s(run: Callable[[], object]) -> float:
+    """Seconds of the fastest run."""
+    best = math.inf
+    for _ in range(1 + _TRIES):
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+# ------------------------------------------------------------------ GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuRates:
+    """What a GPU reaches, in the terms of `DeviceProfile`.
+
+    Attributes:
+        product_flops_per_s: bfloat16 matrix products of a layer of width 4096, forward and both of backward.
+        attention_flops_per_s: fused causal attention, forward and backward; the half that the mask cuts off is not
+            counted.
+        memory_bytes_per_s: elementwise operations and sums on bfloat16 and float32, bytes read and written.
+        launch_s: seconds from the start of a small kernel to the start of the next one, forward and backward.
+    """
+
+    product_flops_per_s: float
+    attention_flops_per_s: float
+    memory_bytes_per_s: float
+    launch_s: float
+
+
+def gpu_rates(device: torch.device) -> GpuRates:
+    """Measures a GPU for about two seconds; its memory is used up to 2 GiB."""
+    return GpuRates(
+        product_flops_per_s=_product_flops_per_s(device),
+        attention_flops_per_s=_attention_flops_per_s(device),
+        memory_bytes_per_s=_memory_bytes_per_s(device),
+        launch_s=_launch_s(device),
+    )
+
+
+def _product_flops_per_s(device: torch.device, tokens: int = 8192, width: int = 4096, wide: int = 12288) -> float:
+    hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(wide, width, dtype=torch.bfloat16, device=device)
+
+    def run() -> None:
+        out = F.linear(hidden, weight)
+        _ = out @ weight
+        _ = out.t() @ hidden
+
+    # Long enough for a GPU to come down to the clock that it can keep.
+    repeats = 10
+    return repeats * 3 * 2 * tokens * width * wide / _best_gpu_s(run, device, repeats)
+
+
+def _attention_flops_per_s(device: torch.device, batch: int = 4, heads: int = 32, length: int = 2048) -> float:
+    head_width = 128
+    shape = batch, heads, length, head_width
+    query, key, value = (torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
+    grad = torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    def run() -> None:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(out, (query, key, value), grad)
+
+    # As `counting` counts them: two products forward, five backward, half of each cut off by the mask.
+    flops = (2 + 5) * batch * heads * length * length * 2 * head_width / 2
+    repeats = 10
+    return repeats * flops / _best_gpu_s(run, device, repeats)
+
+
+def _memory_bytes_per_s(device: torch.device, tokens: int = 8192, width: int = 8192) -> float:
+    half = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)
+    single = torch.randn(tokens, width, device=device)
+    num = half.numel()
+
+    def run() -> None:
+        _ = half * half  # what residuals and gates are made of
+        _ = F.silu(half)
+        _ = half.float()  # and normalisations
+        _ = single.pow(2)
+        _ = single.mean(-1)
+        _ = single.to(torch.bfloat16)
+
+    # As `counting` counts them: an operand that is read twice counts twice.
+    moved = num * ((2 + 2 + 2) + (2 + 2) + (2 + 4) + (4 + 4) + 4 + (4 + 2)) + 4 * tokens
+    repeats = 5
+    return repeats * moved / _best_gpu_s(run, device, repeats)
+
+
+def _launch_s(device: torch.device, operations: int = 500) -> float:
+    start = torch.ones(16, device=device, requires_grad=True)
+
+    def run() -> None:
+        value = start
+        for _ in range(operations):
+            value = value.sin()
+        value.sum().backward()
+
+    # Backward of a sine is a cosine and a product.
+    return _best_gpu_s(run, device, 1) / (3 * operations)
+
+
+def _best_gpu_s(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds, by events, of the fastest try of ``repeats`` runs."""
+    best = math.inf
+    with torch.cuda.device(device):
+        for _ in range(1 + _TRIES):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(repeats):
+                run()
+            stop.record()
+            stop.synchronize()
+            best = min(best, start.elapsed_time(stop) / 1e3)
+    return best
