@@ -158,6 +158,15 @@ def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             exec(compile(code, block.name, "exec"), names)
 
 
+def test_what_the_example_schedule_prints_is_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "CONTRIBUTING.md"
+    (block,) = blocks(page, "python")
+    exec(compile(block.code, block.name, "exec"), {"__name__": "page"})
+    times = re.findall(r"(\d+) ms", capsys.readouterr().out)
+    assert len(times) == 2
+    assert f"It prints {times[0]} ms for round-robin and {times[1]} ms for the other" in page.read_text("utf-8")
+
+
 def _names() -> dict[str, Any]:
     """What pages take for granted: a model, data, the usual imports."""
     from lightning_roundpipe import RoundPipeStrategy
