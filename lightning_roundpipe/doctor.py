@@ -20,6 +20,7 @@ from lightning_roundpipe.runtime.hardware import (
     gpu_facts,
     host_facts,
     pcie_link,
+    pcie_traffic,
     reason_without_gpu,
 )
 from lightning_roundpipe.runtime.measurements import (
@@ -41,6 +42,7 @@ _BOTH = (Lane.H2D, Lane.D2H)
 _GOOD_LINK = 0.65
 _GOOD_BOTH_WAYS = 1.3
 _GOOD_BESIDE_OTHERS = 0.7
+_QUIET_LINK = 0.05
 _FREE_GPU = 0.9
 _EQUAL_GPUS = 0.9
 
@@ -71,6 +73,7 @@ class GpuCheckup:
     Attributes:
         facts: what it says of itself.
         link: what the driver says of its link, under load; None if it does not.
+        traffic_bytes_per_s: what crossed the link before anything was measured; None if the driver does not say.
         rates: what it reaches when it computes.
         alone: each direction by itself.
         both: both directions at once.
@@ -80,6 +83,7 @@ class GpuCheckup:
 
     facts: GpuFacts
     link: PcieLink | None
+    traffic_bytes_per_s: float | None
     rates: GpuRates
     alone: Mapping[Lane, float]
     both: Mapping[Lane, float]
@@ -141,7 +145,9 @@ def examine(*, pin_bytes: int | None = None, needs_gpu: bool = False) -> Checkup
 
 
 def _examine_gpus(count: int) -> Iterator[GpuCheckup]:
-    facts = [gpu_facts(index) for index in range(count)]  # Before anything is allocated.
+    # Before anything is allocated, or moved.
+    facts = [gpu_facts(index) for index in range(count)]
+    traffic = [pcie_traffic(index) for index in range(count)]
     devices = [torch.device("cuda", index) for index in range(count)]
     for gpu, device in zip(facts, devices, strict=True):
         try:
@@ -158,7 +164,14 @@ def _examine_gpus(count: int) -> Iterator[GpuCheckup]:
         wrong = [other.index for other in devices if other != device and not peer_copy_is_right(device, other)]
         torch.cuda.empty_cache()
         yield GpuCheckup(
-            facts=gpu, link=link, rates=rates, alone=alone, both=both, with_all=with_all, wrong_peers=tuple(wrong)
+            facts=gpu,
+            link=link,
+            traffic_bytes_per_s=traffic[gpu.index],
+            rates=rates,
+            alone=alone,
+            both=both,
+            with_all=with_all,
+            wrong_peers=tuple(wrong),
         )
 
 
@@ -247,6 +260,11 @@ def _about_link(gpu: GpuCheckup) -> list[str]:
             f"Pinned copies to or from {name} reach {_gb(slowest)} of the {_gb(link.bytes_per_s)} that its link"
             " carries. Other traffic, an IOMMU, or memory of another socket (try `numactl --cpunodebind --membind`) may"
             " be why."
+        )
+    if gpu.traffic_bytes_per_s is not None and gpu.traffic_bytes_per_s > _QUIET_LINK * slowest:
+        found.append(
+            f"Other programs move {_gb(gpu.traffic_bytes_per_s)} over the link of {name}, to or from the host or"
+            " another GPU. Bandwidths are too low while they run."
         )
     if sum(gpu.both.values()) < _GOOD_BOTH_WAYS * max(gpu.alone.values()):
         found.append(

@@ -1,6 +1,7 @@
 """The judgement on machines that are made up, and the command on the one at hand, which has no GPU in most tests."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,7 @@ def gpu(index=0, **changes):
     sound = GpuCheckup(
         facts=facts,
         link=PcieLink(generation=5, width=16, max_generation=5, max_width=16),
+        traffic_bytes_per_s=1e6,
         rates=GpuRates(
             product_flops_per_s=700e12, attention_flops_per_s=400e12, memory_bytes_per_s=4e12, launch_s=5e-6
         ),
@@ -69,15 +71,14 @@ def test_nothing_is_wrong_with_a_sound_machine():
         ({"alone": both_ways(12, 54)}, r"reach 12\.0 GB/s of the 63\.0 GB/s"),
         ({"both": both_ways(28, 27), "with_all": both_ways(28, 27)}, "share one bandwidth: 55.0 GB/s both ways"),
         ({"with_all": both_ways(45, 20)}, r"d2h of GPU 0 falls from 48\.0 GB/s to 20\.0 GB/s"),
+        ({"traffic_bytes_per_s": 5e9}, r"Other programs move 5\.0 GB/s over the link of GPU 0"),
         ({"wrong_peers": (1, 2)}, "from GPU 0 to GPU 1, 2 arrive wrong"),
         ({"facts": replace(gpu().facts, free_bytes=70 * GIB)}, r"in use: 70\.0 GiB of 140\.0 GiB"),
     ],
 )
 def test_what_is_wrong_with_a_gpu_is_named(sick, message):
-    found = findings(checkup(gpu(**sick)))
-    assert len(found) == 1
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(found[0])
+    (found,) = findings(checkup(gpu(**sick)))
+    assert re.search(message, found)
 
 
 def test_a_slow_gpu_among_faster_ones_is_named():
@@ -174,6 +175,7 @@ def test_a_full_gpu_is_named(monkeypatch):
     monkeypatch.setattr(doctor, "reason_without_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(doctor, "gpu_facts", lambda index: gpu().facts)
+    monkeypatch.setattr(doctor, "pcie_traffic", lambda index: None)
     monkeypatch.setattr(doctor, "link_bytes_per_s", full)
     with pytest.raises(doctor.RoundPipeError, match="needs 2 GiB of free memory, but GPU 0 has 139.0 GiB free"):
         doctor.examine()
@@ -191,6 +193,7 @@ def test_all_gpus_are_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(doctor, "gpu_facts", lambda index: gpu(index).facts)
     monkeypatch.setattr(doctor, "pcie_link", lambda index: gpu().link)
+    monkeypatch.setattr(doctor, "pcie_traffic", lambda index: None)
     monkeypatch.setattr(doctor, "link_bytes_per_s", rates)
     monkeypatch.setattr(doctor, "gpu_rates", lambda device: gpu().rates)
     monkeypatch.setattr(doctor, "peer_copy_is_right", lambda source, target: source.index == 0)

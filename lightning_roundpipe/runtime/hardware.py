@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["GpuFacts", "HostFacts", "PcieLink", "gpu_facts", "host_facts", "pcie_link", "reason_without_gpu"]
+__all__ = [
+    "GpuFacts",
+    "HostFacts",
+    "PcieLink",
+    "gpu_facts",
+    "host_facts",
+    "pcie_link",
+    "pcie_traffic",
+    "reason_without_gpu",
+]
 
 _PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Bytes/s of one lane each way, after line coding, by generation. Source: the PCI Express base specifications."""
@@ -171,6 +180,18 @@ def pcie_link(index: int) -> PcieLink | None:
             )
         except nvml.NVMLError:
             return None  # A GPU that hangs on something else than PCI Express, or a virtual one.
+
+
+def pcie_traffic(index: int) -> float | None:
+    """Bytes/s that cross the link of torch's GPU ``index`` now, both ways together; None where NVML does not tell."""
+    with _nvml(index) as (nvml, handle):
+        if nvml is None:
+            return None
+        ways = nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES
+        try:
+            return sum(1e3 * int(nvml.nvmlDeviceGetPcieThroughput(handle, way)) for way in ways)  # NVML tells kB/s.
+        except nvml.NVMLError:
+            return None
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Rates that this machine reaches: copies, host memory, the optimizer, and what a GPU computes in training.
 
-Copies on GPUs are timed by CUDA events in the streams that run them, over pinned memory of the kind that training uses
-(`Slab`). Every rate is the better of several tries, of which the first warms up.
+Copies and kernels on GPUs are timed by CUDA events in the streams that run them, copies over pinned memory of the kind
+that training uses (`Slab`). Rates of links and of the host are the best of several tries. Rates at which a GPU computes
+are those that it keeps up: it lowers its clock when it gets hot or short of power.
 """
 
 import math
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 from torch.nn import functional as F
@@ -27,6 +29,9 @@ __all__ = [
 ]
 
 _TRIES = 3
+_KEPT_UP_S = 0.5
+"""Seconds for which a GPU computes before its rate is taken."""
+
 _COPIES = 8
 """Copies in a row that are timed as one, so that their start and their end weigh little."""
 
@@ -174,7 +179,7 @@ class GpuRates:
 
 
 def gpu_rates(device: torch.device) -> GpuRates:
-    """Measures a GPU for about two seconds; its memory is used up to 2 GiB."""
+    """Measures a GPU for some seconds; up to 2 GiB of its memory are used."""
     return GpuRates(
         product_flops_per_s=_product_flops_per_s(device),
         attention_flops_per_s=_attention_flops_per_s(device),
@@ -192,9 +197,7 @@ def _product_flops_per_s(device: torch.device, tokens: int = 8192, width: int = 
         _ = out @ weight
         _ = out.t() @ hidden
 
-    # Long enough for a GPU to come down to the clock that it can keep.
-    repeats = 10
-    return repeats * 3 * 2 * tokens * width * wide / _best_gpu_s(run, device, repeats)
+    return 3 * 2 * tokens * width * wide / _gpu_s(run, device, repeats=10)
 
 
 def _attention_flops_per_s(device: torch.device, batch: int = 4, heads: int = 32, length: int = 2048) -> float:
@@ -209,27 +212,25 @@ def _attention_flops_per_s(device: torch.device, batch: int = 4, heads: int = 32
 
     # As `counting` counts them: two products forward, five backward, half of each cut off by the mask.
     flops = (2 + 5) * batch * heads * length * length * 2 * head_width / 2
-    repeats = 10
-    return repeats * flops / _best_gpu_s(run, device, repeats)
+    return flops / _gpu_s(run, device, repeats=10)
 
 
 def _memory_bytes_per_s(device: torch.device, tokens: int = 8192, width: int = 8192) -> float:
-    half = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)
+    half, other = (torch.randn(tokens, width, dtype=torch.bfloat16, device=device) for _ in range(2))
     single = torch.randn(tokens, width, device=device)
     num = half.numel()
 
     def run() -> None:
-        _ = half * half  # what residuals and gates are made of
+        _ = half * other  # what residuals and gates are made of
         _ = F.silu(half)
         _ = half.float()  # and normalisations
         _ = single.pow(2)
         _ = single.mean(-1)
         _ = single.to(torch.bfloat16)
 
-    # As `counting` counts them: an operand that is read twice counts twice.
+    # As `counting` counts them: what is read and what is written.
     moved = num * ((2 + 2 + 2) + (2 + 2) + (2 + 4) + (4 + 4) + 4 + (4 + 2)) + 4 * tokens
-    repeats = 5
-    return repeats * moved / _best_gpu_s(run, device, repeats)
+    return moved / _gpu_s(run, device, repeats=5)
 
 
 def _launch_s(device: torch.device, operations: int = 500) -> float:
@@ -242,19 +243,20 @@ def _launch_s(device: torch.device, operations: int = 500) -> float:
         value.sum().backward()
 
     # Backward of a sine is a cosine and a product.
-    return _best_gpu_s(run, device, 1) / (3 * operations)
+    return _gpu_s(run, device, repeats=1) / (3 * operations)
 
 
-def _best_gpu_s(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds, by events, of the fastest try of ``repeats`` runs."""
-    best = math.inf
+def _gpu_s(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of a run, timed by events around ``repeats`` of them, when the GPU has computed for a while."""
+    tries: list[float] = []
     with torch.cuda.device(device):
-        for _ in range(1 + _TRIES):
+        run()
+        while sum(tries) < _KEPT_UP_S:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(repeats):
                 run()
             stop.record()
             stop.synchronize()
-            best = min(best, start.elapsed_time(stop) / 1e3)
-    return best
+            tries.append(start.elapsed_time(stop) / 1e3)
+    return median(tries[len(tries) // 2 :]) / repeats

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_roundpipe.runtime import hardware
-from lightning_roundpipe.runtime.hardware import PcieLink, host_facts, pcie_link, reason_without_gpu
+from lightning_roundpipe.runtime.hardware import PcieLink, host_facts, pcie_link, pcie_traffic, reason_without_gpu
 
 
 def test_the_host_tells_what_this_process_may_use():
@@ -83,6 +83,9 @@ def nvml(monkeypatch):
         nvmlDeviceGetCurrPcieLinkWidth={7: 8}.__getitem__,
         nvmlDeviceGetMaxPcieLinkGeneration={7: 5}.__getitem__,
         nvmlDeviceGetMaxPcieLinkWidth={7: 16}.__getitem__,
+        NVML_PCIE_UTIL_RX_BYTES=1,
+        NVML_PCIE_UTIL_TX_BYTES=0,
+        nvmlDeviceGetPcieThroughput=lambda handle, way: 3000 if way else 500,
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="abc"))
@@ -92,6 +95,10 @@ def nvml(monkeypatch):
 
 def test_the_driver_tells_of_the_link(nvml):
     assert pcie_link(0) == PcieLink(generation=4, width=8, max_generation=5, max_width=16)
+
+
+def test_the_driver_tells_of_traffic_in_kilobytes(nvml):
+    assert pcie_traffic(0) == 3_500_000
 
 
 def test_a_driver_that_does_not_tell_is_no_error(nvml, monkeypatch):
