@@ -1,9 +1,18 @@
 import time
+from contextlib import nullcontext
 
 import pytest
+import torch
 
+from lightning_roundpipe.plan.timeline import Lane
 from lightning_roundpipe.runtime import measurements
-from lightning_roundpipe.runtime.measurements import adamw_weights_per_s, host_bytes_per_s, pin_host_memory
+from lightning_roundpipe.runtime.measurements import (
+    adamw_weights_per_s,
+    host_bytes_per_s,
+    link_bytes_per_s,
+    peer_copy_is_right,
+    pin_host_memory,
+)
 
 
 def test_rates_of_the_host_count_what_is_moved(monkeypatch):
@@ -48,3 +57,64 @@ def test_memory_is_pinned_until_there_is_no_more(there_is, wanted, pinned, monke
     monkeypatch.setattr(measurements, "Slab", FakeSlab)
     assert pin_host_memory(wanted, piece_bytes=100) == pinned
     assert FakeSlab.open == 0
+
+
+class FakeEvent:
+    """An event between any two of which 100 ms go by."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 100.0
+
+
+class OrdinarySlab:
+    def __init__(self, likes, *, pin, warn):
+        assert pin
+        ((shape, dtype),) = likes
+        self.flat = torch.ones(shape, dtype=dtype)
+
+    def unpin(self):
+        self.flat = None
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Lets what is written for GPUs run in host memory, by a clock of its own."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(measurements, "Slab", OrdinarySlab)
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_link_moves_the_bytes_of_all_copies(fake_cuda):
+    expected = {Lane.H2D: 8 * 1000 / 0.1, Lane.D2H: 8 * 1000 / 0.1}
+    assert link_bytes_per_s([CPU, CPU], [Lane.H2D, Lane.D2H], 1000) == [expected, expected]
+    assert link_bytes_per_s([CPU], [Lane.D2H], 1000) == [{Lane.D2H: expected[Lane.D2H]}]
+
+
+def test_rates_of_a_gpu_count_the_work_that_was_done(fake_cuda):
+    """Ten runs (five, one) in 100 ms."""
+    assert measurements._product_flops_per_s(CPU, 3, 5, 7) == pytest.approx(10 * 3 * 2 * 3 * 5 * 7 / 0.1)
+    # Two products forward and five backward, each of half of 2 x 4 x 8 x 8 x 128 multiplications and additions.
+    assert measurements._attention_flops_per_s(CPU, 2, 4, 8) == pytest.approx(10 * 7 * 2 * 4 * 8 * 8 * 128 / 0.1)
+    assert measurements._memory_bytes_per_s(CPU, 4, 8) == pytest.approx(5 * (32 * 34 + 4 * 4) / 0.1)
+    assert measurements._launch_s(CPU, 10) == pytest.approx(0.1 / 30)
+
+
+def test_a_copy_is_compared(fake_cuda, monkeypatch):
+    assert peer_copy_is_right(CPU, CPU)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)  # delivers zeros
+    assert not peer_copy_is_right(CPU, CPU)
