@@ -13,6 +13,7 @@ from lightning_roundpipe.exceptions import PlanError, RoundPipeError
 from lightning_roundpipe.plan.costs import PRECISIONS
 from lightning_roundpipe.plan.devices import DeviceProfile
 from lightning_roundpipe.plan.timeline import Lane
+from lightning_roundpipe.runtime.gpu_rates import GpuRates, gpu_rates
 from lightning_roundpipe.runtime.hardware import (
     GpuFacts,
     HostFacts,
@@ -24,9 +25,7 @@ from lightning_roundpipe.runtime.hardware import (
     reason_without_gpu,
 )
 from lightning_roundpipe.runtime.measurements import (
-    GpuRates,
     adamw_weights_per_s,
-    gpu_rates,
     host_bytes_per_s,
     link_bytes_per_s,
     peer_copy_is_right,
@@ -158,7 +157,7 @@ def _examine_gpus(count: int) -> Iterator[GpuCheckup]:
             rates = gpu_rates(device)
         except torch.OutOfMemoryError as error:
             raise RoundPipeError(
-                f"To be measured a GPU needs 2 GiB of free memory, but GPU {gpu.index} has"
+                f"To be measured a GPU needs 4 GiB of free memory, but GPU {gpu.index} has"
                 f" {_gib(gpu.free_bytes)} free. End the programs that use it (`nvidia-smi` lists them)."
             ) from error
         wrong = [other.index for other in devices if other != device and not peer_copy_is_right(device, other)]
@@ -353,7 +352,7 @@ def _gpu_rows(gpu: GpuCheckup) -> dict[str, str]:
         f"{name}: all GPUs": _both_text(gpu.with_all),
         f"{name}: products": f"{rates.product_flops_per_s / 1e12:.0f} TFLOP/s in bfloat16",
         f"{name}: attention": f"{rates.attention_flops_per_s / 1e12:.0f} TFLOP/s",
-        f"{name}: memory": f"{_gb(rates.memory_bytes_per_s)} in elementwise operations",
+        f"{name}: memory": f"{_gb(rates.memory_bytes_per_s)} in other operations",
         f"{name}: launch": f"{1e6 * rates.launch_s:.1f} microseconds for a kernel",
     }
 

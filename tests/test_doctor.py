@@ -12,8 +12,9 @@ from lightning_roundpipe.cli import main
 from lightning_roundpipe.doctor import Checkup, GpuCheckup, HostCheckup, findings, measured_profile
 from lightning_roundpipe.plan.devices import load_profile, save_profile
 from lightning_roundpipe.plan.timeline import Lane
+from lightning_roundpipe.runtime.gpu_rates import GpuRates
 from lightning_roundpipe.runtime.hardware import GpuFacts, HostFacts, PcieLink
-from lightning_roundpipe.runtime.measurements import GpuRates, adamw_weights_per_s, host_bytes_per_s
+from lightning_roundpipe.runtime.measurements import adamw_weights_per_s, host_bytes_per_s
 
 GIB = 2**30
 
@@ -177,7 +178,7 @@ def test_a_full_gpu_is_named(monkeypatch):
     monkeypatch.setattr(doctor, "gpu_facts", lambda index: gpu().facts)
     monkeypatch.setattr(doctor, "pcie_traffic", lambda index: None)
     monkeypatch.setattr(doctor, "link_bytes_per_s", full)
-    with pytest.raises(doctor.RoundPipeError, match="needs 2 GiB of free memory, but GPU 0 has 139.0 GiB free"):
+    with pytest.raises(doctor.RoundPipeError, match="needs 4 GiB of free memory, but GPU 0 has 139.0 GiB free"):
         doctor.examine()
 
 

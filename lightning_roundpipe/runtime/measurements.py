@@ -1,27 +1,21 @@
-"""Rates that this machine reaches: copies, host memory, the optimizer, and what a GPU computes in training.
+"""Rates that links, host memory and the optimizer reach on this machine.
 
-Copies and kernels on GPUs are timed by CUDA events in the streams that run them, copies over pinned memory of the kind
-that training uses (`Slab`). Rates of links and of the host are the best of several tries. Rates at which a GPU computes
-are those that it keeps up: it lowers its clock when it gets hot or short of power.
+Copies from and to GPUs are timed by CUDA events in the streams that run them, over pinned memory of the kind that
+training uses (`Slab`). Every rate is the best of several tries.
 """
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
-from torch.nn import functional as F
 
 from lightning_roundpipe.plan.timeline import Lane
 from lightning_roundpipe.runtime.slab import Slab
 
 __all__ = [
-    "GpuRates",
     "adamw_weights_per_s",
-    "gpu_rates",
     "host_bytes_per_s",
     "link_bytes_per_s",
     "peer_copy_is_right",
@@ -29,9 +23,6 @@ __all__ = [
 ]
 
 _TRIES = 3
-_KEPT_UP_S = 0.5
-"""Seconds for which a GPU computes before its rate is taken."""
-
 _COPIES = 8
 """Copies in a row that are timed as one, so that their start and their end weigh little."""
 
@@ -155,108 +146,3 @@ def _best_s(run: Callable[[], object]) -> float:
         run()
         best = min(best, time.perf_counter() - start)
     return best
-
-
-# ------------------------------------------------------------------ GPU
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuRates:
-    """What a GPU reaches, in the terms of `DeviceProfile`.
-
-    Attributes:
-        product_flops_per_s: bfloat16 matrix products of a layer of width 4096, forward and both of backward.
-        attention_flops_per_s: fused causal attention, forward and backward; the half that the mask cuts off is not
-            counted.
-        memory_bytes_per_s: elementwise operations and sums on bfloat16 and float32, bytes read and written.
-        launch_s: seconds from the start of a small kernel to the start of the next one, forward and backward.
-    """
-
-    product_flops_per_s: float
-    attention_flops_per_s: float
-    memory_bytes_per_s: float
-    launch_s: float
-
-
-def gpu_rates(device: torch.device) -> GpuRates:
-    """Measures a GPU for some seconds; up to 2 GiB of its memory are used."""
-    return GpuRates(
-        product_flops_per_s=_product_flops_per_s(device),
-        attention_flops_per_s=_attention_flops_per_s(device),
-        memory_bytes_per_s=_memory_bytes_per_s(device),
-        launch_s=_launch_s(device),
-    )
-
-
-def _product_flops_per_s(device: torch.device, tokens: int = 8192, width: int = 4096, wide: int = 12288) -> float:
-    hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)
-    weight = torch.randn(wide, width, dtype=torch.bfloat16, device=device)
-
-    def run() -> None:
-        out = F.linear(hidden, weight)
-        _ = out @ weight
-        _ = out.t() @ hidden
-
-    return 3 * 2 * tokens * width * wide / _gpu_s(run, device, repeats=10)
-
-
-def _attention_flops_per_s(device: torch.device, batch: int = 4, heads: int = 32, length: int = 2048) -> float:
-    head_width = 128
-    shape = batch, heads, length, head_width
-    query, key, value = (torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
-    grad = torch.randn(shape, dtype=torch.bfloat16, device=device)
-
-    def run() -> None:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        torch.autograd.grad(out, (query, key, value), grad)
-
-    # As `counting` counts them: two products forward, five backward, half of each cut off by the mask.
-    flops = (2 + 5) * batch * heads * length * length * 2 * head_width / 2
-    return flops / _gpu_s(run, device, repeats=10)
-
-
-def _memory_bytes_per_s(device: torch.device, tokens: int = 8192, width: int = 8192) -> float:
-    half, other = (torch.randn(tokens, width, dtype=torch.bfloat16, device=device) for _ in range(2))
-    single = torch.randn(tokens, width, device=device)
-    num = half.numel()
-
-    def run() -> None:
-        _ = half * other  # what residuals and gates are made of
-        _ = F.silu(half)
-        _ = half.float()  # and normalisations
-        _ = single.pow(2)
-        _ = single.mean(-1)
-        _ = single.to(torch.bfloat16)
-
-    # As `counting` counts them: what is read and what is written.
-    moved = num * ((2 + 2 + 2) + (2 + 2) + (2 + 4) + (4 + 4) + 4 + (4 + 2)) + 4 * tokens
-    return moved / _gpu_s(run, device, repeats=5)
-
-
-def _launch_s(device: torch.device, operations: int = 500) -> float:
-    start = torch.ones(16, device=device, requires_grad=True)
-
-    def run() -> None:
-        value = start
-        for _ in range(operations):
-            value = value.sin()
-        value.sum().backward()
-
-    # Backward of a sine is a cosine and a product.
-    return _gpu_s(run, device, repeats=1) / (3 * operations)
-
-
-def _gpu_s(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of a run, timed by events around ``repeats`` of them, when the GPU has computed for a while."""
-    tries: list[float] = []
-    with torch.cuda.device(device):
-        run()
-        while sum(tries) < _KEPT_UP_S:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(repeats):
-                run()
-            stop.record()
-            stop.synchronize()
-            tries.append(start.elapsed_time(stop) / 1e3)
-    return median(tries[len(tries) // 2 :]) / repeats

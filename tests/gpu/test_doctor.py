@@ -6,8 +6,9 @@ import torch
 from lightning_roundpipe.cli import main
 from lightning_roundpipe.plan.devices import load_profile
 from lightning_roundpipe.plan.timeline import Lane
+from lightning_roundpipe.runtime.gpu_rates import gpu_rates
 from lightning_roundpipe.runtime.hardware import pcie_link
-from lightning_roundpipe.runtime.measurements import gpu_rates, link_bytes_per_s, pin_host_memory
+from lightning_roundpipe.runtime.measurements import link_bytes_per_s, pin_host_memory
 
 CUDA = torch.device("cuda", 0)
 

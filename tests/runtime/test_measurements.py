@@ -91,7 +91,6 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(measurements, "Slab", OrdinarySlab)
 
@@ -103,15 +102,6 @@ def test_a_link_moves_the_bytes_of_all_copies(fake_cuda):
     expected = {Lane.H2D: 8 * 1000 / 0.1, Lane.D2H: 8 * 1000 / 0.1}
     assert link_bytes_per_s([CPU, CPU], [Lane.H2D, Lane.D2H], 1000) == [expected, expected]
     assert link_bytes_per_s([CPU], [Lane.D2H], 1000) == [{Lane.D2H: expected[Lane.D2H]}]
-
-
-def test_rates_of_a_gpu_count_the_work_that_was_done(fake_cuda):
-    """Ten runs (five, one) in 100 ms."""
-    assert measurements._product_flops_per_s(CPU, 3, 5, 7) == pytest.approx(10 * 3 * 2 * 3 * 5 * 7 / 0.1)
-    # Two products forward and five backward, each of half of 2 x 4 x 8 x 8 x 128 multiplications and additions.
-    assert measurements._attention_flops_per_s(CPU, 2, 4, 8) == pytest.approx(10 * 7 * 2 * 4 * 8 * 8 * 128 / 0.1)
-    assert measurements._memory_bytes_per_s(CPU, 4, 8) == pytest.approx(5 * (32 * 34 + 4 * 4) / 0.1)
-    assert measurements._launch_s(CPU, 10) == pytest.approx(0.1 / 30)
 
 
 def test_a_copy_is_compared(fake_cuda, monkeypatch):
