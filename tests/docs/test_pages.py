@@ -1,14 +1,17 @@
 """What pages name exists: options of commands, arguments of the strategy, messages by which to look up a remedy."""
 
 import ast
+import importlib
 import inspect
 import io
 import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.cli import main
@@ -52,6 +55,27 @@ def test_arguments_of_the_strategy_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for call in re.findall(r"RoundPipeStrategy\(([^()]*)\)", text):
         assert set(re.findall(r"(\w+)\s*=", call)) <= ARGUMENTS.keys(), call
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_classes_in_yaml_exist_and_take_their_arguments(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```yaml[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for described in _with_class_path(yaml.safe_load(block)):
+            module, _, name = described["class_path"].rpartition(".")
+            parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+            assert set(described.get("init_args", {})) <= parameters.keys(), described
+
+
+def _with_class_path(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        if "class_path" in node:
+            yield node
+        for child in node.values():
+            yield from _with_class_path(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from _with_class_path(child)
 
 
 def test_readme_has_a_row_for_every_argument() -> None:
