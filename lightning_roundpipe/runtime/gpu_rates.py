@@ -83,7 +83,8 @@ def _memory_bytes_per_s(
 ) -> float:
     """What a layer takes beyond its products and its attention, by the bytes that its other operations move."""
     work = _layer_work(batch, length)
-    layer = _Layer().to(device, torch.bfloat16)
+    with device:
+        layer = _Layer().bfloat16()
     arguments = _arguments(batch, length, device)
     grad = torch.randn_like(arguments["hidden"])
 
@@ -101,7 +102,7 @@ def _memory_bytes_per_s(
 def _layer_work(batch: int, length: int) -> Work:
     """What the reference layer does, forward and backward."""
     (count,) = count_calls(
-        lambda: _Model().to(torch.bfloat16),
+        lambda: _Model().bfloat16(),
         lambda: _arguments(batch, length, torch.device("cpu")),
         units=[_Layer.__name__],
         causal=True,
