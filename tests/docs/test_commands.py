@@ -100,6 +100,7 @@ PAGES_WITH_COMMANDS = [page for page in PAGES if any(reason_not_to_run(c) is Non
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # Lightning's advice on runs as short as these.
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_model(tmp_path / "config.json")
