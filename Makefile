@@ -3,6 +3,7 @@
 #   make demo     fine-tune a small language model with four virtual workers
 #   make test     lint, types, tests: what CI runs.   make test PYTEST_ARGS="-k schedule -x"
 #   make lint     ruff and mypy only.                 make format rewrites what ruff would complain about
+#   make docs     build the documentation into site/, warnings as errors
 #   make venv     build .venv and stop
 #   make clean    remove .venv and every cache
 #
@@ -18,7 +19,7 @@ DEMO_ARGS ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format venv clean
+.PHONY: demo test lint format docs venv clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/finetune_causal_lm.py $(DEMO_ARGS)
@@ -35,6 +36,9 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 venv: $(INSTALLED)
 
 # torch first: a package that depends on it would otherwise choose the build.
@@ -46,5 +50,5 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

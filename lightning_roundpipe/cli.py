@@ -1,9 +1,10 @@
-"""The command line: ``lightning-roundpipe simulate`` and ``lightning-roundpipe plan``.
+"""The command line: ``lightning-roundpipe simulate``, ``plan`` and ``doctor``.
 
-Both predict; neither needs a GPU.
+The first two predict; none of them needs a GPU.
 """
 
 import json
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.exceptions import PlanError, RoundPipeError
 from lightning_roundpipe.plan.costs import PRECISIONS, CallCost, CallCount, layer_costs
-from lightning_roundpipe.plan.devices import PROFILES, Machine, load_profile
+from lightning_roundpipe.plan.devices import PROFILES, Machine, load_profile, save_profile
 from lightning_roundpipe.plan.files import save_schedule, schedule_to_dict
 from lightning_roundpipe.plan.picture import draw_timeline, plan_as_text, timeline_as_text
 from lightning_roundpipe.plan.predict import Setup, least_memory, longest_sequence, predict
@@ -29,7 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+# What is printed as JSON, or instead the rows of a table and the text below it.
+_Answer = tuple[dict[str, Any], Mapping[str, Any], str]
+
 _ROUNDPIPE = "roundpipe"
+
+_HOST_BYTES_PER_S = 200e9
+"""Where no profile tells: the peak of eight channels of DDR4-3200, rounded."""
 
 
 def main(args: list[str] | None = None) -> int:
@@ -54,14 +61,14 @@ def main(args: list[str] | None = None) -> int:
     namespace = parser.parse_args(args)
     options = namespace[namespace.command]
     try:
-        report, picture = _COMMANDS[namespace.command][1](options)
+        report, rows, text = _COMMANDS[namespace.command][1](options)
     except (RoundPipeError, ValueError, ModuleNotFoundError, OSError) as error:
         return _fail(str(error))
     if options.json:
         _write(json.dumps(report, indent=2))
     else:
-        _write_table(namespace.command, report)
-        _write(picture)
+        _write_table(namespace.command, rows)
+        _write(text)
     return 0
 
 
@@ -92,8 +99,7 @@ def _add_simulate_arguments(parser: "ArgumentParser") -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def _simulate(options: "Namespace") -> tuple[dict[str, Any], str]:
-    """Report and text picture of ``simulate``."""
+def _simulate(options: "Namespace") -> _Answer:
     costs = _layer_costs(options)
     link = options.link_gb_per_s * 1e9 or float("inf")
     machine = Machine(
@@ -130,7 +136,8 @@ def _simulate(options: "Namespace") -> tuple[dict[str, Any], str]:
     plan, timeline = choice.schedule.plan, choice.timeline
     if options.picture:
         draw_timeline(timeline, plan, options.picture)
-    return _report(choice), timeline_as_text(timeline, plan)
+    report = _report(choice)
+    return report, report, timeline_as_text(timeline, plan)
 
 
 def _layer_costs(options: "Namespace") -> tuple[CallCost, ...]:
@@ -228,14 +235,13 @@ def _add_plan_arguments(parser: "ArgumentParser") -> None:
     add("--sync", type=str, default="exact", help=f"what a step waits for: {', '.join(Boundary)}")
     add("--micro-batch", type=str, default="auto", help="sequences of a micro-batch")
     add("--fused-layers", type=str, default="auto", help="most layers of the fused stage; auto: as many as fit")
-    add("--host-memory-gb", type=float, default=0.0, help="host memory; 0 for no limit")
-    add("--host-gb-per-s", type=float, default=200.0, help="bandwidth of host memory; 0 for no limit")
+    add("--host-memory-gb", type=float | None, default=None, help="host memory; 0 for no limit; default: --profile's")
+    add("--host-gb-per-s", type=float | None, default=None, help="its bandwidth; 0 for no limit; default: --profile's")
     add("--output", type=str | None, default=None, help="file to write the plan to")
     add("--json", action="store_true", help="print JSON")
 
 
-def _plan(options: "Namespace") -> tuple[dict[str, Any], str]:
-    """Report and text picture of ``plan``."""
+def _plan(options: "Namespace") -> _Answer:
     sequence = _at_least_one("sequence", options.sequence)
     precision = PRECISIONS[_one_of("precision", options.precision, list(PRECISIONS))]
     loss = _one_of("loss", options.loss, ["chunked", "full"])
@@ -251,11 +257,11 @@ def _plan(options: "Namespace") -> tuple[dict[str, Any], str]:
         num_workers=_at_least_one("gpus", options.gpus),
         precision=precision,
         chunked_loss=loss == "chunked",
-        host_bytes_per_s=options.host_gb_per_s * 1e9 or float("inf"),
-        host_memory_bytes=options.host_memory_gb * 1e9 or float("inf"),
+        host_bytes_per_s=_limit(options.host_gb_per_s, profile.host_bytes_per_s or _HOST_BYTES_PER_S),
+        host_memory_bytes=_limit(options.host_memory_gb, profile.host_memory_bytes or math.inf),
     )
     _at_least_one("batch", options.batch)
-    report = {"max_sequence": longest_sequence(setup)}
+    report: dict[str, Any] = {"max_sequence": longest_sequence(setup)}
     if setup.chunked_loss:
         report["max_sequence_full_loss"] = longest_sequence(replace(setup, chunked_loss=False))
     try:
@@ -268,17 +274,13 @@ def _plan(options: "Namespace") -> tuple[dict[str, Any], str]:
         )
     except PlanError as error:
         gpu_peak_bytes, on_host = least_memory(setup, sequence)
-        return {"fits": False, "gpu_peak_bytes": gpu_peak_bytes, "host_bytes": on_host} | report | {
-            "step_ms": None,
-            "tokens_per_s": None,
-            "bubble_pct": None,
-            "limit": "memory",
-            "plan": None,
-        }, str(error)
+        report = {"fits": False, "gpu_peak_bytes": gpu_peak_bytes, "host_bytes": on_host} | report
+        report |= {"step_ms": None, "tokens_per_s": None, "bubble_pct": None, "limit": "memory", "plan": None}
+        return report, report, str(error)
     choice = prediction.choice
     if options.output is not None:
         save_schedule(choice.schedule, options.output)
-    return {
+    report = {
         "fits": True,
         "gpu_peak_bytes": choice.worker_bytes,
         "host_bytes": choice.host_bytes,
@@ -290,7 +292,14 @@ def _plan(options: "Namespace") -> tuple[dict[str, Any], str]:
         "micro_batch": prediction.microbatch,
         **report,
         "plan": schedule_to_dict(choice.schedule),
-    }, f"{plan_as_text(choice.schedule.plan)}\n{timeline_as_text(choice.timeline, choice.schedule.plan)}"
+    }
+    plan = choice.schedule.plan
+    return report, report, f"{plan_as_text(plan)}\n{timeline_as_text(choice.timeline, plan)}"
+
+
+def _limit(giga: float | None, default: float) -> float:
+    """A limit that is given in 10^9; 0 is none."""
+    return default if giga is None else giga * 1e9 or math.inf
 
 
 def _counts(path: str, sequence: int, compute_bytes: int, lora_rank: int) -> tuple[CallCount, ...]:
@@ -330,12 +339,35 @@ def _with_lora(model: "torch.nn.Module", rank: int) -> "torch.nn.Module":
     return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"), autocast_adapter_dtype=False)
 
 
-_COMMANDS: dict[
-    str, tuple[Callable[["ArgumentParser"], None], Callable[["Namespace"], tuple[dict[str, Any], str]], str]
-]
+# doctor
+
+
+def _add_doctor_arguments(parser: "ArgumentParser") -> None:
+    add = parser.add_argument
+    add("--output", type=str | None, default=None, help="file to write the profile for `plan --profile` to")
+    add("--pin-gb", type=float | None, default=None, help="host memory to try to pin; default: half, 17 at most")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _doctor(options: "Namespace") -> _Answer:
+    from lightning_roundpipe import doctor  # Imports torch, which the other commands do without.
+
+    pin_bytes = None if options.pin_gb is None else int(options.pin_gb * 1e9)
+    checkup = doctor.examine(pin_bytes=pin_bytes, needs_gpu=options.output is not None)
+    if options.output is not None:
+        save_profile(doctor.measured_profile(checkup), options.output)
+    found = [f"- {finding}" for finding in doctor.findings(checkup)]
+    text = ["What is wrong:", *found] if found else ["Nothing wrong was found."]
+    if options.output is not None:
+        text.append(f"{options.output} is for `lightning-roundpipe plan --profile {options.output}`.")
+    return doctor.report(checkup), doctor.rows(checkup), "\n".join(text)
+
+
+_COMMANDS: dict[str, tuple[Callable[["ArgumentParser"], None], Callable[["Namespace"], _Answer], str]]
 _COMMANDS = {
     "simulate": (_add_simulate_arguments, _simulate, "Simulate a step from the times of layers."),
     "plan": (_add_plan_arguments, _plan, "Say whether a model fits, how fast it trains, and what limits it."),
+    "doctor": (_add_doctor_arguments, _doctor, "Measure this machine and say what is wrong with it for streaming."),
 }
 
 

@@ -207,6 +207,20 @@ def test_plan_takes_a_measured_profile(config, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["limit"] in {"h2d", "d2h"}
 
 
+def test_plan_takes_the_host_from_the_profile_unless_told_otherwise(config, tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    save_profile(replace(PROFILES["h200"], host_memory_bytes=10**6, host_bytes_per_s=1e6), path)
+    told = {}
+    for more in ("", "--host-memory-gb=0", "--host-memory-gb=0 --host-gb-per-s=0"):
+        assert main(plan(config, "--json", f"--profile={path}", *more.split())) == 0
+        told[more] = json.loads(capsys.readouterr().out)
+    assert [report["fits"] for report in told.values()] == [False, True, True]
+    limits = [report["limit"] for report in told.values()]
+    assert limits[0] == "memory"
+    assert limits[1] in {"host memory", "optimizer"}
+    assert limits[2] not in {"host memory", "optimizer"}
+
+
 def test_plan_of_a_model_of_235_billion_weights(tmp_path, capsys):
     transformers = pytest.importorskip("transformers", minversion="5.0")
     pytest.importorskip("peft")

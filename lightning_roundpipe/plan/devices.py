@@ -67,7 +67,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
-    """Rates that a GPU reaches in training.
+    """Rates that a GPU reaches in training, and, where they were measured, those of the host that it hangs on.
 
     Args:
         name: the GPU.
@@ -77,6 +77,9 @@ class DeviceProfile:
         memory_bytes_per_s: bandwidth at which all other operations run.
         link_bytes_per_s: bandwidth of its link to the host, each way.
         launch_s: seconds between the starts of two kernels.
+        host_bytes_per_s: bandwidth of host memory; None if it is not known.
+        optimizer_bytes_per_s: bandwidth that the optimizer reaches alone; None for half of the host's.
+        host_memory_bytes: host memory; None if it is not known.
     """
 
     name: str
@@ -86,6 +89,9 @@ class DeviceProfile:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     launch_s: float = 5e-6
+    host_bytes_per_s: float | None = None
+    optimizer_bytes_per_s: float | None = None
+    host_memory_bytes: int | None = None
 
     def seconds(self, work: Work) -> float:
         """Seconds of some work; at least what it takes to launch it."""
@@ -109,7 +115,8 @@ class DeviceProfile:
         Args:
             num_workers: number of GPUs.
             hop_bytes: bytes that a stage hands on; they cross two links.
-            host_bytes_per_s: bandwidth of host memory, of which the optimizer is taken to reach one half alone.
+            host_bytes_per_s: bandwidth of host memory, of which the optimizer is taken to reach one half alone, unless
+                the profile knows better.
             host_memory_bytes: host memory.
         """
         return Machine(
@@ -118,7 +125,7 @@ class DeviceProfile:
             h2d_bytes_per_s=self.link_bytes_per_s,
             d2h_bytes_per_s=self.link_bytes_per_s,
             host_bytes_per_s=host_bytes_per_s,
-            optimizer_bytes_per_s=host_bytes_per_s / 2,
+            optimizer_bytes_per_s=self.optimizer_bytes_per_s or host_bytes_per_s / 2,
             worker_memory_bytes=_USABLE_MEMORY * self.memory_bytes,
             host_memory_bytes=host_memory_bytes,
         )
@@ -167,7 +174,7 @@ def load_profile(path: str | Path) -> DeviceProfile:
     """Reads a profile from a JSON file with the fields of :class:`DeviceProfile`.
 
     Raises:
-        PlanError: the file is no JSON object with exactly these fields.
+        PlanError: the file is no JSON object with these fields; those that have a default may be left out.
     """
     names = [field.name for field in fields(DeviceProfile)]
     try:

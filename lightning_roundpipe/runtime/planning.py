@@ -1,7 +1,6 @@
 """Which schedule training steps run: a first guess, a plan from a file, or a better one once calls are measured."""
 
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,8 @@ from lightning_roundpipe.plan.picture import plan_as_text, timeline_as_text
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.search import better_choice, judge
 from lightning_roundpipe.plan.stages import Plan, Stage, StageKind
+from lightning_roundpipe.plan.timeline import Lane
+from lightning_roundpipe.runtime.measurements import host_bytes_per_s, link_bytes_per_s
 from lightning_roundpipe.runtime.stats import StepStats
 
 __all__ = ["TrainingPlanner", "evaluation_schedule", "given_schedule", "measured_machine"]
@@ -273,25 +274,11 @@ def measured_machine(devices: Sequence[torch.device], weight_bytes: float) -> Ma
     if device.type != "cuda":
         return Machine(num_workers=len(devices))
     sharing = max(devices.count(other) for other in devices)
-    pinned = torch.empty(_LINK_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-    on_device = torch.empty(_LINK_PROBE_BYTES, dtype=torch.uint8, device=device)
-    host = torch.empty(_HOST_PROBE_BYTES, dtype=torch.uint8)
+    h2d, d2h = (link_bytes_per_s([device], [lane], _LINK_PROBE_BYTES)[0][lane] for lane in (Lane.H2D, Lane.D2H))
     return Machine(
         num_workers=len(devices),
-        h2d_bytes_per_s=_bytes_per_s(on_device, pinned) / sharing,
-        d2h_bytes_per_s=_bytes_per_s(pinned, on_device) / sharing,
-        host_bytes_per_s=2 * _bytes_per_s(host, torch.zeros_like(host)),  # read and written
+        h2d_bytes_per_s=h2d / sharing,
+        d2h_bytes_per_s=d2h / sharing,
+        host_bytes_per_s=host_bytes_per_s(_HOST_PROBE_BYTES),
         worker_memory_bytes=weight_bytes,
     )
-
-
-def _bytes_per_s(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Bandwidth of a copy, the better of two: the first one warms up."""
-    best_s = math.inf
-    for _ in range(2):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize()
-        best_s = min(best_s, time.perf_counter() - start)
-    return target.numel() / best_s
