@@ -42,6 +42,8 @@ TINY_ARGUMENTS = {
     "examples/finetune_causal_lm.py": [
         *("--steps=2", "--batch-size=4", "--sequence-length=32", "--hidden-size=32", "--layers=2", "--sample-bytes=1")
     ],
+    "examples/language_model_cli.py": [*("--trainer.max_steps=2", "--data.sequence_length=32", "--data.batch_size=4")],
+    "examples/train_language_model.py": ["--steps=2", "--sequence-length=32", "--batch-size=4"],
     "examples/vit_digits.py": ["--epochs=1", "--steps=2"],
     "docs/pictures.py": [],
 }
