@@ -66,8 +66,8 @@ class CompiledUnits:
 
     def begin_step(self) -> None:
         """Follow what has changed on the units since the last step: attributes, training mode, hooks."""
-        for skeleton in self._skeletons.values():
-            skeleton.follow()
+        for index, skeleton in self._skeletons.items():
+            skeleton.follow(self._traits[index])
 
     def get(self, traits: UnitTraits, mode: Mode) -> CompiledCall | None:
         """What to call in ``mode`` instead of the unit itself; None if that must run eagerly.
@@ -157,6 +157,7 @@ class _Skeleton:
         self._known: list[dict[str, Any]] = [{} for _ in self._pairs]
         self._holds_module = [False] * len(self._pairs)
         self._paths = [(f"{name}." if name else "", module) for name, module in unit.module.named_modules()]
+        self._parameters = list(unit.module.named_parameters(remove_duplicate=False))
         self.mode: Mode = ()
         self.reason: str | None = None
 
@@ -171,7 +172,7 @@ class _Skeleton:
             }
         return copies[module]
 
-    def follow(self) -> None:
+    def follow(self, traits: UnitTraits) -> None:
         """Take over plain attributes that have changed, and see whether the skeleton can stand in for the unit."""
         self.reason = None
         for index, (module, copy) in enumerate(self._pairs):
@@ -186,7 +187,7 @@ class _Skeleton:
                 self.reason = "they hold modules in plain attributes"
             elif any(plain.get(name) for name in _HOOKS):
                 self.reason = "hooks are registered on them"
-        self.mode = tuple((module.training, vars(module).get("p")) for module in self.unit.submodules)
+        self.mode = traits.mode
 
     @staticmethod
     def _moved(value: Any, module: nn.Module, copy: nn.Module) -> Any:
@@ -197,17 +198,14 @@ class _Skeleton:
 
     def tensors(self, scope: Scope) -> dict[str, Tensor]:
         """The copies of parameters and buffers in ``scope``, by name; one that has several names comes under each."""
-        tensors: dict[str, Tensor] = {}
+        tensors = {name: scope.parameter(host) for name, host in self._parameters}
         for path, module in self._paths:
-            parameters, buffers = module._parameters, module._buffers
-            assert isinstance(parameters, LookupDict)
-            assert isinstance(buffers, LookupDict)
-            for name in parameters:
-                if (host := parameters.host(name)) is not None:
-                    tensors[path + name] = scope.parameter(host)
-            for name in buffers:
-                if buffers.host(name) is not None:
-                    tensors[path + name] = scope.buffer(buffers, name)
+            buffers = module._buffers
+            if buffers:
+                assert isinstance(buffers, LookupDict)
+                for name in buffers:
+                    if buffers.host(name) is not None:
+                        tensors[path + name] = scope.buffer(buffers, name)
         return tensors
 
 

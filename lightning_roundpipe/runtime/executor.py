@@ -335,7 +335,7 @@ class Executor:
         return _Order(tuple(order), make([self._call_size(self.units[unit]) for unit in order], num_microbatches))
 
     def _call_size(self, unit: Unit) -> CallCost:
-        uploaded = sum(p.numel() * self.store.dtype_of(p).itemsize for p in unit.parameters)
+        uploaded = sum(p.numel() * self.store.uploaded_dtype(p).itemsize for p in unit.parameters)
         landed = sum(tensor_bytes(p) for p in unit.parameters if p.requires_grad)
         return CallCost(forward_s=0.0, backward_s=0.0, weight_bytes=uploaded, gradient_bytes=landed)
 

@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_roundpipe.runtime.host_store import HostStore, LandedSum, UsePlace, WeightSlab
-from lightning_roundpipe.runtime.slab import flat_views
+from lightning_roundpipe.runtime.units import tensor_bytes
 from lightning_roundpipe.runtime.worker import Mark, Worker
 
 __all__ = ["GpuWorker"]
 
-_CHUNK_BYTES = 32 * 2**20
-"""Pieces of a weight upload: long enough for full speed, short enough not to keep an activation waiting."""
+_CHUNK_BYTES = 64 * 2**20
+"""Pieces of a weight upload: long enough for full speed, short enough not to keep an activation waiting. A multiple of
+every element size."""
 
 
 @dataclass(eq=False)
@@ -35,7 +36,7 @@ class _Slot:
     """Device memory that holds one unit's weights.
 
     Attributes:
-        flat: all bytes.
+        flat: all elements, padding included.
         home: the slab that it holds a copy of.
         version: of that slab.
         weights: the copies, by id of the parameter.
@@ -49,6 +50,11 @@ class _Slot:
     weights: dict[int, Tensor]
     ready: torch.cuda.Event
     awaited: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return tensor_bytes(self.flat)
 
 
 class GpuWorker(Worker):
@@ -70,6 +76,7 @@ class GpuWorker(Worker):
         self._d2h = torch.cuda.Stream(device)
         self._slots: OrderedDict[int, _Slot] = OrderedDict()
         self._wanted: set[int] = set()
+        self._staging: Tensor | None = None
         self._in_flight: list[tuple[torch.cuda.Event, list[Tensor]]] = []
         self._epoch = self._event(self._compute)
         self._epoch_s = 0.0
@@ -136,26 +143,41 @@ class GpuWorker(Worker):
             return slot
         if slot is not None:
             self._evict(id(home))
-        self._make_room(home.num_bytes)
-        with torch.cuda.stream(self._h2d):
-            flat = torch.empty(home.num_bytes, dtype=torch.uint8, device=self.device)
-        source = home.slab.flat
-        with torch.cuda.stream(self._h2d):
-            for start in range(0, home.num_bytes, _CHUNK_BYTES):
-                flat[start : start + _CHUNK_BYTES].copy_(source[start : start + _CHUNK_BYTES], non_blocking=True)
-        weights = dict(zip(map(id, home.parameters), flat_views(flat, home.slab.likes), strict=True))
+        target = self._store.dtype_of(home.parameters[0])
+        num_elements = home.slab.num_bytes // home.slab.dtype.itemsize
+        self._make_room(num_elements * target.itemsize)
+        # Slots outlive an evaluation: they must not be inference tensors.
+        with torch.inference_mode(False), torch.cuda.stream(self._h2d):
+            flat = torch.empty(num_elements, dtype=target, device=self.device)
+            self._upload(home.slab.flat.view(home.slab.dtype), flat)
+            tensors = home.slab.views_of(flat)
+        weights = dict(zip(map(id, home.parameters), tensors, strict=True))
         slot = _Slot(flat, home, home.version, weights, self._event(self._h2d, timing=False))
         self._slots[id(home)] = slot
         return slot
 
+    def _upload(self, source: Tensor, target: Tensor) -> None:
+        """Copy chunk by chunk, on the upload stream; where dtypes differ, through memory that is used again."""
+        elements = _CHUNK_BYTES // source.element_size()
+        for start in range(0, len(source), elements):
+            chunk, destination = source[start : start + elements], target[start : start + elements]
+            if source.dtype == target.dtype:
+                destination.copy_(chunk, non_blocking=True)
+                continue
+            if self._staging is None:
+                self._staging = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=self.device)
+            staged = self._staging.view(source.dtype)[: len(chunk)]
+            staged.copy_(chunk, non_blocking=True)
+            destination.copy_(staged)
+
     def _make_room(self, num_bytes: int) -> None:
-        used = sum(slot.home.num_bytes for slot in self._slots.values())
+        used = sum(slot.num_bytes for slot in self._slots.values())
         for key, slot in list(self._slots.items()):
             if used + num_bytes <= self.weight_budget_bytes:
                 return
             if key not in self._wanted:
                 self._evict(key)
-                used -= slot.home.num_bytes
+                used -= slot.num_bytes
 
     def _evict(self, key: int) -> None:
         # The allocator gives the memory away when nothing refers to it (a graph may, until its backward has run), and

@@ -2,9 +2,9 @@
 
 [Note: Tensors of a parameter]
 master: the `nn.Parameter` of the user's module, in host memory. There is one truth, and this is it.
-compute copy: what is uploaded, in the dtype of computation. Where that is the master's own dtype the master itself is
-    uploaded (with GPUs its memory is then moved into a pinned slab, under the same `nn.Parameter`); elsewhere the copy
-    lies in a pinned slab and is refreshed when the master may have changed.
+compute copy: a worker's, in the dtype of computation. With GPUs the master's memory is moved into a pinned slab, under
+    the same `nn.Parameter`, and is uploaded as it is; the worker converts it. Only a frozen master that computes in
+    another dtype has a copy in host memory, converted once: it is uploaded again and again, and never updated.
 gradient: where the sum over a batch lands. It becomes ``.grad`` when Lightning expects it (see `publish`).
 partial sum: what the micro-batch that learns the order of calls has contributed, told apart by place of use.
 
@@ -50,11 +50,11 @@ class UsePlace(NamedTuple):
 
 @dataclass(eq=False)
 class WeightSlab:
-    """Pinned memory with all that an upload of one unit (or one loose parameter) reads.
+    """Pinned memory that an upload of one unit (or one loose parameter) reads; all of one dtype, and to one dtype.
 
     Attributes:
         parameters: in the order of the slab's tensors.
-        slab: their compute copies, or the masters themselves.
+        slab: the masters themselves, or (of frozen ones) copies in the dtype of computation.
         version: counts the refreshes; an upload of an older version is stale.
     """
 
@@ -126,10 +126,15 @@ class HostStore:
             return parameter.dtype
         return self.compute_dtype
 
+    def uploaded_dtype(self, parameter: Tensor) -> torch.dtype:
+        """The dtype in which ``parameter`` crosses the link."""
+        return parameter.dtype if parameter.requires_grad else self.dtype_of(parameter)
+
     def adopt(self, root: nn.Module, units: Sequence[Unit]) -> None:
         """Decide how parameters compute, and lay out in pinned slabs what GPUs read.
 
-        Frozen and trainable parameters of a unit are apart: the first need not be uploaded again after an update.
+        Frozen and trainable parameters of a unit are apart: the first need not be uploaded again after an update. So
+        are dtypes: all of a slab is converted alike.
         """
         for module in root.modules():
             if isinstance(module, _MIXED_DTYPES_REFUSED):
@@ -139,14 +144,16 @@ class HostStore:
         groups: list[Sequence[nn.Parameter]] = [unit.parameters for unit in units]
         groups += [[parameter] for parameter in root.parameters()]
         for group in groups:
-            for trainable in (False, True):
-                self._adopt([parameter for parameter in group if parameter.requires_grad is trainable])
+            alike: dict[tuple[bool, torch.dtype, torch.dtype], list[nn.Parameter]] = {}
+            for parameter in group:
+                if id(parameter) not in self._slabs:
+                    kind = parameter.requires_grad, parameter.dtype, self.dtype_of(parameter)
+                    alike.setdefault(kind, []).append(parameter)
+            for parameters in alike.values():
+                self._adopt(parameters)
 
-    def _adopt(self, parameters: Sequence[nn.Parameter]) -> None:
-        new = [parameter for parameter in parameters if id(parameter) not in self._slabs]
-        if not new:
-            return
-        likes = [(parameter.shape, self.dtype_of(parameter)) for parameter in new]
+    def _adopt(self, new: Sequence[nn.Parameter]) -> None:
+        likes = [(parameter.shape, self.uploaded_dtype(parameter)) for parameter in new]
         home = WeightSlab(list(new), Slab(likes, pin=True, warn=self.warn))
         for parameter, tensor in zip(new, home.slab.tensors, strict=True):
             tensor.copy_(parameter.detach())
@@ -169,7 +176,7 @@ class HostStore:
         for home in self._homes():
             changed = False
             for parameter in home.parameters:
-                changed |= self._has_changed(parameter) or (everything and parameter.requires_grad)
+                changed |= (everything and parameter.requires_grad) or self._has_changed(parameter)
             if changed:
                 for parameter, copy in home.copies:
                     copy.copy_(self.weight(parameter))

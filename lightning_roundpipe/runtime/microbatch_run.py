@@ -32,7 +32,7 @@ from lightning_roundpipe.runtime.observation import GlueObservation, ParameterSu
 from lightning_roundpipe.runtime.randomness import counted_seed, generator_states, seed_generators
 from lightning_roundpipe.runtime.thread_state import Autocast
 from lightning_roundpipe.runtime.tickets import StepAbortedError
-from lightning_roundpipe.runtime.traits import Attributes, UnitTraits, guard, has_graph, is_leaf_copy
+from lightning_roundpipe.runtime.traits import Attributes, Mode, UnitTraits, guard, has_graph, is_leaf_copy
 from lightning_roundpipe.runtime.trees import flatten, hidden_tensors
 from lightning_roundpipe.runtime.units import Unit
 
@@ -348,7 +348,8 @@ class MicroBatchRun:
         traits = self._step.traits[unit.index]
         glue_leaves, structure = flatten((args, kwargs))
         leaves = [self._worker.move(leaf) if isinstance(leaf, Tensor) else leaf for leaf in glue_leaves]
-        learning = traits.mode not in traits.draws
+        mode = traits.mode
+        learning = mode not in traits.draws
         scope = Scope(self._worker, place)
         tracked = (
             self._step.trains
@@ -361,7 +362,7 @@ class MicroBatchRun:
         if not tracked:
             if any(moved is not leaf for moved, leaf in zip(leaves, glue_leaves, strict=True)):
                 args, kwargs = structure.unflatten(leaves)
-            result = self._run(traits, forward, args, kwargs, scope, number)
+            result = self._run(traits, forward, args, kwargs, scope, number, mode)
             traits.changes_buffers |= bool(self._close(scope, learn=learning))
             return result
 
@@ -396,7 +397,7 @@ class MicroBatchRun:
                 for leaf in glue_leaves
             ],
             captures=Captures.begin(),
-            mode=traits.mode,
+            mode=mode,
         )
         if keeps_graph:
             record.scope = scope
@@ -410,7 +411,7 @@ class MicroBatchRun:
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in arguments]
         args, kwargs = structure.unflatten(arguments)
         with torch.set_grad_enabled(with_graph), record.autocast.entered(), record.captures.collecting():
-            result = self._run(traits, forward, args, kwargs, scope, number)
+            result = self._run(traits, forward, args, kwargs, scope, number, mode)
         self._check_arguments(traits, (args, kwargs), arguments, versions, learning=learning)
         record.buffers_before = self._close(scope, learn=learning)
         traits.changes_buffers |= bool(record.buffers_before)
@@ -496,13 +497,13 @@ class MicroBatchRun:
         kwargs: dict[str, Any],
         scope: Scope,
         number: int,
+        mode: Mode,
     ) -> Any:
         """Run ``forward`` of a unit as call ``number``: seeded, with its lookups in ``scope``.
 
         What it does besides returning a value is learned the first time, for each mode in which the unit runs.
         """
         step, unit, device = self._step, traits.unit, self._worker.device
-        mode = traits.mode
         known = traits.draws.get(mode)
         learning = known is None
         locked = known is None or step.must_lock(known) or traits.swaps_parameters
@@ -654,7 +655,7 @@ class MicroBatchRun:
         self, traits: UnitTraits, record: CallRecord, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
     ) -> Any:
         with record.captures.collecting():
-            return self._run(traits, record.forward, args, kwargs, scope, record.number)
+            return self._run(traits, record.forward, args, kwargs, scope, record.number, record.mode)
 
     @contextmanager
     def _mode_of(self, traits: UnitTraits, record: CallRecord) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_roundpipe.runtime.units import tensor_bytes
 
-__all__ = ["Slab", "flat_views"]
+__all__ = ["Slab"]
 
 ALIGNMENT = 256
 """Bytes to which tensors in a slab are aligned: what a GPU's widest loads and copies like."""
@@ -30,15 +30,6 @@ def _offsets(likes: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[list[int]
     return offsets, end
 
 
-def flat_views(flat: Tensor, likes: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
-    """Views of a flat byte tensor that are laid out as the tensors of a slab are."""
-    offsets, _ = _offsets(likes)
-    return [
-        flat[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        for offset, (shape, dtype) in zip(offsets, likes, strict=True)
-    ]
-
-
 class Slab:
     """Host memory for tensors of the given shapes and dtypes.
 
@@ -51,6 +42,7 @@ class Slab:
 
     Attributes:
         likes: see above.
+        offsets: of the tensors, in bytes.
         tensors: the tensors, uninitialised, in order.
         flat: all bytes of the slab, as the tensors share them.
         pinned: whether the memory is page-locked.
@@ -60,7 +52,7 @@ class Slab:
         self, likes: Sequence[tuple[torch.Size, torch.dtype]], *, pin: bool, warn: Callable[[str], None]
     ) -> None:
         self.likes = list(likes)
-        offsets, num_bytes = _offsets(self.likes)
+        self.offsets, num_bytes = _offsets(self.likes)
         # Shared, not private: data loaders that fork must neither copy pinned pages nor lose them.
         self._map = mmap.mmap(-1, max(num_bytes, 1))
         self.flat = torch.frombuffer(self._map, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
@@ -68,7 +60,7 @@ class Slab:
             torch.frombuffer(self._map, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
             if shape.numel()
             else torch.empty(shape, dtype=dtype)
-            for offset, (shape, dtype) in zip(offsets, self.likes, strict=True)
+            for offset, (shape, dtype) in zip(self.offsets, self.likes, strict=True)
         ]
         self._registered: list[int] = []
         self.pinned = pin and num_bytes > 0 and self._register(num_bytes, warn)
@@ -82,6 +74,23 @@ class Slab:
     def payload_bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(map(tensor_bytes, self.tensors))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensors, if they have one and the same."""
+        return self.likes[0][1]
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Tensors in the memory of ``flat``, element by element where those of this slab, all of one dtype, are in it.
+
+        They are not views in autograd's sense, which would share one version counter: a write to one would count as a
+        write to all.
+        """
+        storage = flat.untyped_storage()
+        return [
+            torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, offset // self.dtype.itemsize, shape)  # type: ignore[call-overload]
+            for offset, (shape, _) in zip(self.offsets, self.likes, strict=True)
+        ]
 
     def _register(self, num_bytes: int, warn: Callable[[str], None]) -> bool:
         start = self.flat.data_ptr()

@@ -55,6 +55,7 @@ class UnitTraits:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
+        self._plain = [vars(module) for module in self.unit.submodules]
         parameters = {id(parameter) for parameter in self.unit.parameters}
         self.hides_parameters = any(
             _holds(value, parameters)
@@ -66,7 +67,7 @@ class UnitTraits:
     @property
     def mode(self) -> Mode:
         """The mode in which the unit runs now."""
-        return tuple((module.training, vars(module).get("p")) for module in self.unit.submodules)
+        return tuple([(plain.get("training"), plain.get("p")) for plain in self._plain])
 
     @property
     def has_forward_hooks(self) -> bool:

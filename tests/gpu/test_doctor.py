@@ -1,4 +1,5 @@
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from lightning_roundpipe.runtime.hardware import pcie_link
 from lightning_roundpipe.runtime.measurements import link_bytes_per_s, pin_host_memory
 
 CUDA = torch.device("cuda", 0)
+
+needs_command_line = pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse")
 
 
 @pytest.mark.gpu
@@ -56,6 +59,7 @@ def test_memory_can_be_pinned_and_is_given_back():
 
 
 @pytest.mark.gpu
+@needs_command_line
 def test_doctor_writes_the_profile(tmp_path, capsys):
     path = tmp_path / "gpu.json"
     assert main(["doctor", "--json", "--pin-gb=0.5", f"--output={path}"]) == 0
@@ -67,6 +71,7 @@ def test_doctor_writes_the_profile(tmp_path, capsys):
 
 
 @pytest.mark.gpu
+@needs_command_line
 def test_doctor_tells_in_a_table(capsys):
     assert main(["doctor", "--pin-gb=0.1"]) == 0
     out = capsys.readouterr().out
