@@ -2,7 +2,8 @@
 
 [Note: Streams of a GPU]
 compute: the device's default stream, so that user code and PyTorch's backward threads need no care.
-h2d: uploads of weights and batches; the next stage's weights come while this one computes.
+h2d: uploads of weights; the next stage's come while this one computes.
+inputs: uploads of batches, which must not queue behind weights that are needed later.
 d2h: gradients and outputs on their way home, while the next micro-batch computes.
 
 Memory that crosses streams is held, with its event, until the other stream is done with it. Nothing waits for the whole
@@ -73,9 +74,11 @@ class GpuWorker(Worker):
         self.weight_budget_bytes = weight_budget_bytes
         self._compute = torch.cuda.default_stream(device)
         self._h2d = torch.cuda.Stream(device)
+        self._inputs = torch.cuda.Stream(device)
         self._d2h = torch.cuda.Stream(device)
         self._slots: OrderedDict[int, _Slot] = OrderedDict()
         self._wanted: set[int] = set()
+        self._upcoming: list[WeightSlab] = []
         self._staging: Tensor | None = None
         self._in_flight: list[tuple[torch.cuda.Event, list[Tensor]]] = []
         self._epoch = self._event(self._compute)
@@ -106,17 +109,24 @@ class GpuWorker(Worker):
         assert isinstance(mark, torch.cuda.Event)
         return self._epoch_s + float(self._epoch.elapsed_time(mark)) / 1000
 
-    def enter(self, stage: int, parameters: Iterable[Tensor], upcoming: Iterable[Tensor]) -> None:
-        """Start ``stage``; the uploads for the next one go on while it computes."""
-        if stage == self._stage:
-            return
-        self.land()
-        self._stage = stage
-        now = self._homes(parameters)
-        later = self._homes(upcoming)
-        self._wanted = now.keys() | later.keys()
-        for home in [*now.values(), *later.values()]:
+    def enter(self, stage: int, parameters: Iterable[Tensor], upcoming: Iterable[Tensor], *, comes_again: bool) -> None:
+        """Start ``stage``; the uploads for the next one go on while it computes.
+
+        They are started when its second micro-batch comes: starting them takes a while, in which the GPU needs work.
+        """
+        if stage != self._stage:
+            self.land()
+            self._stage = stage
+            now, later = self._homes(parameters), self._homes(upcoming)
+            self._wanted = now.keys() | later.keys()
+            for home in now.values():
+                self._load(home)
+            self._upcoming = list(later.values())
+            if comes_again:
+                return
+        for home in self._upcoming:
             self._load(home)
+        self._upcoming.clear()
 
     def _homes(self, parameters: Iterable[Tensor]) -> dict[int, WeightSlab]:
         homes = map(self._store.slab, parameters)
@@ -192,9 +202,9 @@ class GpuWorker(Worker):
 
         What they write must be held until the step is over.
         """
-        with torch.cuda.stream(self._h2d):
+        with torch.cuda.stream(self._inputs):
             yield
-        self._compute.wait_stream(self._h2d)
+        self._compute.wait_stream(self._inputs)
 
     def take_home(self, output: Any) -> Any:
         """``output`` without graphs, on its way to pinned host memory."""
@@ -264,7 +274,7 @@ class GpuWorker(Worker):
 
     def synchronize(self) -> None:
         """Wait until everything that was launched on this worker has run."""
-        for stream in (self._compute, self._h2d, self._d2h):
+        for stream in (self._compute, self._h2d, self._inputs, self._d2h):
             stream.synchronize()
 
     def clear(self) -> None:
@@ -272,6 +282,7 @@ class GpuWorker(Worker):
         self._stage = -1
         self._sums.clear()
         self._wanted = set()
+        self._upcoming.clear()
         self._in_flight.clear()
 
     def invalidate(self) -> None:

@@ -174,7 +174,8 @@ class MicroBatchRun:
         self._archive.forget_restored()
         self._ticket_start, self._call_starts = self._worker.mark(), []
         upcoming = self._step.stage_parameters(self._step.schedule.stage_after(ticket))
-        self._worker.enter(stage, self._step.stage_parameters(stage), upcoming)
+        comes_again = self.index < self._step.last_of_part[self._part]
+        self._worker.enter(stage, self._step.stage_parameters(stage), upcoming, comes_again=comes_again)
 
     def _let_go(self) -> None:
         if self._ticket is None or not self._holds_worker:

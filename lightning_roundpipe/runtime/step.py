@@ -103,6 +103,9 @@ class Step:
     def __post_init__(self) -> None:
         self.gate = TicketGate(self.schedule)
         self._stage_parameters: dict[int, list[Tensor]] = {}
+        self.last_of_part = {
+            self.schedule.part_of(microbatch): microbatch for microbatch in range(self.schedule.num_microbatches)
+        }
         self.masters = {id(parameter) for parameter in self.parameters}
         devices = [worker.device for worker in self.workers]
         self._device_shared = len(set(devices)) < len(devices)

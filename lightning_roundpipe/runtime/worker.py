@@ -81,13 +81,14 @@ class Worker:
         assert isinstance(mark, float)
         return mark
 
-    def enter(self, stage: int, parameters: Iterable[Tensor], upcoming: Iterable[Tensor]) -> None:
-        """Start ``stage``: land the gradients of the previous one, drop its weights, bring this one's.
+    def enter(self, stage: int, parameters: Iterable[Tensor], upcoming: Iterable[Tensor], *, comes_again: bool) -> None:
+        """Start ``stage`` or go on with it: land the gradients of the previous one, drop its weights, bring this one's.
 
         Args:
             stage: its index.
             parameters: what its units need.
             upcoming: what the worker's next stage needs.
+            comes_again: whether a later micro-batch will enter the stage, too.
         """
         if stage == self._stage:
             return
