@@ -76,13 +76,16 @@ def build(name: str, device: str) -> nn.Module:
 
 
 class LanguageModel(L.LightningModule):
-    def __init__(self, name: str, device: str) -> None:
+    def __init__(self, name: str, device: str, compiled_loss: bool = False) -> None:
         super().__init__()
         self.model = build(name, device)
+        self.compiled_loss = compiled_loss
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         hidden = self.model.model(input_ids=batch, use_cache=False).last_hidden_state
-        return linear_cross_entropy(hidden[:, :-1].flatten(0, 1), self.model.lm_head.weight, batch[:, 1:].flatten())
+        labels = batch[:, 1:].flatten()
+        inputs = hidden[:, :-1].flatten(0, 1)
+        return linear_cross_entropy(inputs, self.model.lm_head.weight, labels, compiled=self.compiled_loss)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -190,7 +193,7 @@ def run_roundpipe(args: argparse.Namespace) -> dict[str, Any]:
         max_steps=args.steps + args.warmup, callbacks=[clock], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(LanguageModel(args.model, "cpu"), loader(args))
+    trainer.fit(LanguageModel(args.model, "cpu", args.compile), loader(args))
     parts = clock.parts[args.warmup :]
     medians = {name: round(statistics.median(part[name] for part in parts), 4) for name in parts[0]}
     plan = {"overlap": args.overlap, "plan": str(strategy.step_stats.schedule.plan)}
@@ -250,7 +253,7 @@ def main() -> None:
     parser.add_argument("--memory-gib", type=float, default=0.0, help="cap of the allocator; 0 for none")
     parser.add_argument("--workers-per-device", type=int, default=1)
     parser.add_argument("--overlap", choices=["off", "exact"], default="off")
-    parser.add_argument("--compile", action="store_true", help="compile units")
+    parser.add_argument("--compile", action="store_true", help="compile units and the loss")
     parser.add_argument("--profile", action="store_true", help="profile the first step after the warm-up")
     parser.add_argument("--plan", help="calls in forward stages | fused stage and backward stages, e.g. 10-10|10-8-8-4")
     args = parser.parse_args()

@@ -21,7 +21,7 @@ from lightning_roundpipe.losses import linear_cross_entropy
 
 __all__ = ["KERNELS", "chunked_causal_lm_loss", "liger_is_installed"]
 
-KERNELS = ("auto", "torch", "liger")
+KERNELS = ("auto", "torch", "compiled", "liger")
 
 _LIGER = "liger_kernel.transformers.functional"
 _INSTEAD = (
@@ -46,6 +46,10 @@ def _torch_kernel(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
     return linear_cross_entropy(hidden, weight, labels, bias=bias, ignore_index=ignore_index)
 
 
+def _compiled_kernel(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int) -> Tensor:
+    return linear_cross_entropy(hidden, weight, labels, bias=bias, ignore_index=ignore_index, compiled=True)
+
+
 def _liger_kernel(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int) -> Tensor:
     if hidden.device.type == "cpu":
         return _torch_kernel(hidden, weight, labels, bias, ignore_index)
@@ -67,7 +71,8 @@ def chunked_causal_lm_loss(root: nn.Module, kernel: str = "torch") -> Iterator[N
 
     Args:
         root: holds the models; as they are, or in a wrapper of peft's.
-        kernel: ``"torch"``: this package's; ``"liger"``: Liger's fused one, on GPUs.
+        kernel: ``"torch"``: this package's; ``"compiled"``: the same, compiled; ``"liger"``: Liger's fused one, on
+            GPUs.
 
     Raises:
         UnsupportedUseError: there is no such model, or one whose head or loss is not the usual one.
@@ -78,9 +83,10 @@ def chunked_causal_lm_loss(root: nn.Module, kernel: str = "torch") -> Iterator[N
             "`chunked_loss` is for causal language models of transformers (`...ForCausalLM`), but there is none in"
             f" {type(root).__name__}. {_INSTEAD}"
         )
+    kernels = {"compiled": _compiled_kernel, "liger": _liger_kernel}
     with ExitStack() as stack:
         for model in models:
-            stack.enter_context(_Chunked(model, _liger_kernel if kernel == "liger" else _torch_kernel).installed())
+            stack.enter_context(_Chunked(model, kernels.get(kernel, _torch_kernel)).installed())
         yield
 
 

@@ -1,5 +1,7 @@
 """Losses whose memory grows with a chunk of tokens, not with tokens x vocabulary."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         ignore_index: int,
         chunk_tokens: int,
+        compiled: bool,
     ) -> Tensor:
         wanted = ctx.needs_input_grad
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
@@ -54,7 +57,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ignored = (labels[rows] == ignore_index)[:, None]
                 target = labels[rows, None].masked_fill(ignored, 0)
                 inputs = hidden[rows].to(dtype)
-                logits = F.linear(inputs, weight, None if bias is None else bias.to(dtype)).to(full)
+                logits = F.linear(inputs, weight, None if bias is None else bias.to(dtype))
+                if compiled and grad_bias is None:
+                    part, grad = _compiled_chunk()(logits, target, ignored)
+                    loss += part
+                    del logits
+                    _add_products(grad, inputs, weight, rows, grad_hidden, grad_weight)
+                    del grad
+                    continue
+                logits = logits.to(full)
                 greatest = logits.amax(-1, keepdim=True)
                 chosen = logits.gather(-1, target).sub_(greatest)
                 total = logits.sub_(greatest).exp_().sum(-1, keepdim=True)
@@ -69,13 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_bias += logits.sum(0)
                 grad = logits.to(dtype)
                 del logits
-                if grad_hidden is not None:
-                    grad_hidden[rows] = grad @ weight
-                if grad_weight is not None:
-                    # By parts of the vocabulary: a product for all of it would be another weight.
-                    step = max(1, _CHUNK_BYTES // (16 * weight.shape[1]))
-                    for first in range(0, len(weight), step):
-                        grad_weight[first : first + step] += grad[:, first : first + step].t() @ inputs
+                _add_products(grad, inputs, weight, rows, grad_hidden, grad_weight)
                 del grad
         # Not as saved tensors: backward hands them on, and a second holder would cost a copy.
         ctx.gradients, ctx.count = (grad_hidden, grad_weight, grad_bias), count.clamp(min=1)
@@ -94,7 +99,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if gradient is None else gradient.mul_(factor).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
+
+
+def _add_products(
+    grad: Tensor, inputs: Tensor, weight: Tensor, rows: slice, grad_hidden: Tensor | None, grad_weight: Tensor | None
+) -> None:
+    """Take the gradient of a chunk's logits on to the inputs and the weight of the head."""
+    if grad_hidden is not None:
+        grad_hidden[rows] = grad @ weight
+    if grad_weight is not None:
+        # By parts of the vocabulary: a product for all of it would be another weight.
+        step = max(1, _CHUNK_BYTES // (16 * weight.shape[1]))
+        for first in range(0, len(weight), step):
+            grad_weight[first : first + step] += grad[:, first : first + step].t() @ inputs
+
+
+def _chunk(logits: Tensor, target: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed loss of a chunk and the gradient of its logits, in few passes over memory when it is compiled."""
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_total = values.logsumexp(-1, keepdim=True)
+    loss = (log_total - values.gather(-1, target)).masked_fill(ignored, 0.0).sum()
+    hit = torch.arange(logits.shape[-1], device=logits.device) == target
+    gradient = (values - log_total).exp() - hit.to(values.dtype)
+    return loss, gradient.masked_fill(ignored, 0.0).to(logits.dtype)
+
+
+@cache
+def _compiled_chunk() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_chunk, fullgraph=True)
 
 
 def linear_cross_entropy(
@@ -105,6 +138,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     chunk_tokens: int | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` without holding all logits.
 
@@ -118,7 +152,9 @@ def linear_cross_entropy(
         bias: (vocabulary,), the bias of the head, if it has one.
         ignore_index: see there.
         chunk_tokens: logits are formed for so many tokens at a time; by default so many that they take half a GiB. Peak
-            extra memory is about 6 bytes x ``chunk_tokens`` x vocabulary, beside the gradients.
+            extra memory is about 6 bytes x ``chunk_tokens`` x vocabulary (4 where compiled), beside the gradients.
+        compiled: whether to compile what is done with the logits of a chunk, which is then limited by memory bandwidth
+            far less. With a trained bias it has no effect.
 
     Returns:
         The mean over the labels that count, a scalar in float32 (float64 for float64); NaN if none does.
@@ -144,8 +180,9 @@ def linear_cross_entropy(
             bias=bias,
             ignore_index=ignore_index,
             chunk_tokens=chunk_tokens,
+            compiled=compiled,
         )
     apply = _LinearCrossEntropy.apply
     chunk_tokens = chunk_tokens or chunk_size(len(weight))
-    loss: Tensor = apply(hidden, weight, bias, labels, ignore_index, chunk_tokens)  # type: ignore[no-untyped-call]
+    loss: Tensor = apply(hidden, weight, bias, labels, ignore_index, chunk_tokens, compiled)  # type: ignore[no-untyped-call]
     return loss

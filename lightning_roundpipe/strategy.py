@@ -104,7 +104,7 @@ class RoundPipeStrategy(ParallelStrategy):
         chunked_loss: whether causal language models of transformers compute head and loss chunk by chunk in training
             steps that give them labels: memory then grows with a chunk, not with tokens x vocabulary. Their outputs
             hold no logits. True or ``"auto"``: with Liger's fused kernel on GPUs where it is installed, else with this
-            package's; ``"liger"`` or ``"torch"`` choose.
+            package's; ``"liger"``, ``"torch"`` or ``"compiled"`` (this package's, compiled) choose.
         sequence_tiles: for classes of modules that treat every position alike (MLPs), by name, at how many positions to
             work at a time in training steps: ``{"Qwen3MLP": 4096}``. Their inner activations then take the memory of
             one tile, for one more pass over them in the fused stage and in backward stages.

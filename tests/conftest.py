@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 # Before anything imports transformers: no test may ask a hub for a file.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# The compiler's helpers, and the folder that it names in the environment, outlive the test that is first to compile.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor-tests"))
 
 import pytest
 import torch
@@ -19,7 +23,8 @@ torch.set_num_threads(1)
 # tqdm's monitor is a thread that outlives every progress bar; 0 says not to start it.
 tqdm.monitor_interval = 0
 
-# Set for good by `Trainer(deterministic=True)`, `seed_everything` and the import of scikit-learn: no fault of a test.
+# Set for good by `Trainer(deterministic=True)`, `seed_everything`, the compiler and the import of scikit-learn: no fault
+# of a test.
 LASTING_VARIABLES = frozenset(
     {
         "CUBLAS_WORKSPACE_CONFIG",
@@ -28,6 +33,7 @@ LASTING_VARIABLES = frozenset(
         "KMP_INIT_AT_FORK",
         "PL_GLOBAL_SEED",
         "PL_SEED_WORKERS",
+        "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     }
 )
 # A thread that has been told to stop may take this long to do so.

@@ -131,7 +131,7 @@ def test_models_of_another_kind_are_refused() -> None:
 
 
 def test_unknown_kernels_are_refused() -> None:
-    with pytest.raises(ValueError, match="`chunked_loss` must be a bool or one of auto, torch, liger"):
+    with pytest.raises(ValueError, match="`chunked_loss` must be a bool or one of auto, torch, compiled, liger"):
         RoundPipeStrategy(chunked_loss="triton")
 
 

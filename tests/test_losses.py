@@ -36,6 +36,20 @@ def test_equals_cross_entropy(dtype: torch.dtype, with_bias: bool, chunk_tokens:
         torch.testing.assert_close(one, two, rtol=1e-5 if dtype is torch.float32 else 1e-12, atol=1e-6)
 
 
+@pytest.mark.parametrize("large", [1.0, 1e3])
+def test_compiled(large: float) -> None:
+    """Two chunks of different sizes, frozen and trained heads."""
+    hidden, weight, _, labels = inputs(20, 50, 8)
+    for leaves in ((hidden, weight), (hidden,)):
+        weight.requires_grad_(len(leaves) == 2)
+        expected = F.cross_entropy(F.linear(large * hidden, weight), labels)
+        found = linear_cross_entropy(large * hidden, weight, labels, chunk_tokens=13, compiled=True)
+        torch.testing.assert_close(found, expected)
+        pairs = zip(torch.autograd.grad(3 * found, leaves), torch.autograd.grad(3 * expected, leaves), strict=True)
+        for one, two in pairs:
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6 * large)
+
+
 def test_large_logits_do_not_overflow() -> None:
     hidden, weight, _, labels = inputs(20, 50, 8)
     expected = F.cross_entropy(F.linear(1e3 * hidden, weight), labels)
