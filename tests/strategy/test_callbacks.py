@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
@@ -373,13 +372,3 @@ def test_closure_optimizer() -> None:
 
     expected = train(module, residual_batches(num=2))
     assert_results_close(expected, train(module, residual_batches(num=2), ours(), 2), rtol=1e-6)
-
-
-def test_manual_optimization_is_refused() -> None:
-    class Manual(Residual):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-    with pytest.raises(MisconfigurationException, match="manual optimization.*Use automatic optimization"):
-        train(lambda: seeded(Manual), residual_batches(), ours(), 2)
