@@ -357,6 +357,7 @@ class RoundPipeStrategy(ParallelStrategy):
         if fits:
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
+            self._check_optimizers(module)
         self.setup_precision_plugin()
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.device = self.root_device.type
@@ -444,6 +445,18 @@ class RoundPipeStrategy(ParallelStrategy):
             rank_zero_warn(
                 "The model has batch normalisation: its statistics are those of each micro-batch, in their order, not"
                 " of the whole batch. `RoundPipeStrategy(num_microbatches=1)` keeps whole batches."
+            )
+
+    def _check_optimizers(self, module: "LightningModule") -> None:
+        known = {id(parameter) for parameter in module.parameters()}
+        groups = [group for optimizer in self.optimizers for group in getattr(optimizer, "param_groups", ())]
+        foreign = [list(p.shape) for group in groups for p in group["params"] if id(p) not in known]
+        if foreign and module.automatic_optimization:
+            raise MisconfigurationException(
+                f"The optimizer holds {len(foreign)} parameter(s) that the LightningModule does not (of shape"
+                f" {', '.join(map(str, foreign[:5]))}): a copy of the model, or tensors in a plain list. They would not"
+                " be trained. Register them (`self.model = ...`, `nn.ParameterList`), and make the optimizer from"
+                " `self.parameters()`."
             )
 
     def _check_manual_optimization(self) -> None:
