@@ -1,6 +1,11 @@
 """Situations in training that users of other systems met, as far as no test beside the code covers them."""
 
 import copy
+import gc
+import os
+import signal
+import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -8,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -15,7 +21,7 @@ from torch import Tensor, nn
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.runtime.worker import Worker
-from tests.helpers.equivalence import TrainResult, assert_results_close, train
+from tests.helpers.equivalence import BatchDealer, TrainResult, assert_results_close, train, trainer_for
 from tests.helpers.models import Block, Residual, StepModule, residual_batches, seeded, vector_batches
 
 
@@ -215,3 +221,69 @@ def test_preferences_against_a_frozen_reference(manual: bool) -> None:
     assert all(parameter.grad is None for parameter in found.module.reference.parameters())
     for name, tensor in module().reference.state_dict().items():
         assert torch.equal(found.state[f"reference.{name}"], tensor), name
+
+
+def test_termination_signal_during_a_step(tmp_path: Path) -> None:
+    """The step ends, a checkpoint is written, Lightning's exception arrives, and a new run goes on from the file."""
+
+    class Terminated(Residual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1 and self.trainer.strategy.step_stats is not None and not getattr(self, "sent", False):
+                self.sent = True
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(SystemExit), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, about a checkpoint to go on from.
+        train(
+            lambda: seeded(Terminated), residual_batches(), ours(), 2,
+            callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True, default_root_dir=tmp_path,
+        )  # fmt: skip
+    path = tmp_path / "on_exception.ckpt"
+    assert torch.load(path, weights_only=True)["global_step"] == 2
+    resumed = train(lambda: seeded(Residual), residual_batches(), ours(), 3, ckpt_path=str(path))
+    whole = train(lambda: seeded(Residual), residual_batches(), ours(), 1)
+    for name, tensor in whole.state.items():
+        assert torch.equal(resumed.state[name], tensor), name
+
+
+def test_other_accelerators_are_refused() -> None:
+    strategy = ours()
+    strategy.parallel_devices = [torch.device("mps", 0)]
+    with pytest.raises(MisconfigurationException, match="runs on GPUs .CUDA. or on virtual CPU workers"):
+        strategy._check_devices()
+
+
+def test_notebook_is_told_of_gpus_that_it_does_not_use() -> None:
+    strategy = ours()
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    with (
+        mock.patch("lightning_roundpipe.strategy._IS_INTERACTIVE", True),
+        mock.patch("torch.cuda.device_count", return_value=4),
+        mock.patch("lightning_roundpipe.strategy.rank_zero_info") as told,
+    ):
+        strategy._check_devices()
+    told.assert_called_once_with("4 GPUs are visible; `Trainer(devices=4)` uses them all.")
+
+
+def test_failed_setup_leaves_nothing_behind() -> None:
+    """No half-built object whose destructor raises, and the same strategy's trainer can fit afterwards."""
+
+    class Fails(Residual):
+        fails = True
+
+        def configure_optimizers(self) -> Any:
+            if self.fails:
+                raise KeyError("mine")
+            return super().configure_optimizers()
+
+    unraisable: list[Any] = []
+    module, trainer = seeded(Fails), trainer_for(ours(), 2)
+    with mock.patch("sys.unraisablehook", unraisable.append):
+        with pytest.raises(KeyError, match="mine"):
+            trainer.fit(module, BatchDealer(residual_batches()))
+        gc.collect()
+    assert not unraisable
+    module.fails = False
+    trainer.fit(module, BatchDealer(residual_batches()))
+    assert trainer.global_step == 4
