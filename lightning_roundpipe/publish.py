@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["publish_gradients"]
+__all__ = ["add_gradients", "publish_gradients"]
 
 
 class _Publish(torch.autograd.Function):
@@ -82,3 +82,10 @@ def publish_gradients(
         return loss.clone().requires_grad_()
     published: Tensor = _Publish.apply(loss, scale, gradients, final, *parameters)  # type: ignore[no-untyped-call]
     return published
+
+
+def add_gradients(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients to ``.grad`` of their parameters, as a backward pass would: hooks of the parameters run."""
+    if gradients:
+        with torch.enable_grad():
+            publish_gradients(torch.zeros(()), gradients, 1.0).backward()

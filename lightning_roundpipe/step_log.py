@@ -87,14 +87,17 @@ class StepLog:
         self._turn = 0  # the lowest micro-batch that is not done: its metric calls need not wait
 
     @contextmanager
-    def capture(self) -> Iterator[None]:
+    def capture(self, *, direct: bool = False) -> Iterator[None]:
         """Intercept logging and metrics of the module; entered by the main thread around all micro-batches of a step.
 
         Everything is put back as it was at the end, also after an exception; what was recorded then waits for
         :meth:`flush`, or is dropped by the next ``capture``.
+
+        Args:
+            direct: the step runs once, in the main thread: nothing is kept back, except in :meth:`recomputing`.
         """
         self._begin()
-        self._flushed = False
+        self._flushed = direct
         self._main_thread = threading.get_ident()
         self._real_log = self._module.log
 
@@ -108,6 +111,15 @@ class StepLog:
                     stack.enter_context(_intercepted(metric, "forward", self._metric_forward))
                     stack.enter_context(_intercepted(metric, "update", self._metric_update))
             yield
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """In a direct ``capture``: what runs inside has run before, and is not logged again."""
+        self._flushed = False
+        try:
+            yield
+        finally:
+            self._flushed = True
 
     @contextmanager
     def micro_batch(self, index: int, num_samples: int) -> Iterator[None]:

@@ -31,10 +31,11 @@ from lightning_roundpipe.overlap import (
 from lightning_roundpipe.plan.files import save_schedule
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.precision import RoundPipePrecision
-from lightning_roundpipe.publish import publish_gradients
+from lightning_roundpipe.publish import add_gradients, publish_gradients
 from lightning_roundpipe.quantised import refuse_hidden_quantisation
 from lightning_roundpipe.runtime.executor import Executor, StepResult, largest_unit_bytes
 from lightning_roundpipe.runtime.hazards import switched_off
+from lightning_roundpipe.runtime.manual_run import ManualRun
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
 from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObjective, LossWeight
 from lightning_roundpipe.runtime.partial_step import PartialStepper
@@ -225,6 +226,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._labels_shifted: bool | None = None
         self._base_seed: int | None = None
         self._step_stats: StepStats | None = None
+        self._manual_run: ManualRun | None = None
         self._told: set[str] = set()
         self._model_signature: tuple[tuple[int, bool], ...] = ()
         self.poison_masters = False
@@ -355,6 +357,7 @@ class RoundPipeStrategy(ParallelStrategy):
         if fits:
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
+            self._check_optimizers(module)
         self.setup_precision_plugin()
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.device = self.root_device.type
@@ -430,20 +433,43 @@ class RoundPipeStrategy(ParallelStrategy):
         if not fits:
             return
         if not module.automatic_optimization:
-            raise MisconfigurationException(
-                "RoundPipeStrategy does not support manual optimization (`automatic_optimization = False`) yet: the"
-                " backward pass is driven by the strategy. Use automatic optimization, or another strategy."
-            )
+            self._check_manual_optimization()
         if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
             raise MisconfigurationException(
                 "RoundPipeStrategy splits each batch into micro-batches, which a `training_step(dataloader_iter)` does"
                 " not allow. Take `(batch, batch_idx)` instead."
             )
         batch_norm = torch.nn.modules.batchnorm._BatchNorm
-        if self._num_microbatches != 1 and any(isinstance(inner, batch_norm) for inner in module.modules()):
+        split = self._num_microbatches != 1 and module.automatic_optimization
+        if split and any(isinstance(inner, batch_norm) for inner in module.modules()):
             rank_zero_warn(
                 "The model has batch normalisation: its statistics are those of each micro-batch, in their order, not"
                 " of the whole batch. `RoundPipeStrategy(num_microbatches=1)` keeps whole batches."
+            )
+
+    def _check_optimizers(self, module: "LightningModule") -> None:
+        known = {id(parameter) for parameter in module.parameters()}
+        groups = [group for optimizer in self.optimizers for group in getattr(optimizer, "param_groups", ())]
+        foreign = [list(p.shape) for group in groups for p in group["params"] if id(p) not in known]
+        if foreign and module.automatic_optimization:
+            raise MisconfigurationException(
+                f"The optimizer holds {len(foreign)} parameter(s) that the LightningModule does not (of shape"
+                f" {', '.join(map(str, foreign[:5]))}): a copy of the model, or tensors in a plain list. They would not"
+                " be trained. Register them (`self.model = ...`, `nn.ParameterList`), and make the optimizer from"
+                " `self.parameters()`."
+            )
+
+    def _check_manual_optimization(self) -> None:
+        if self._num_microbatches not in ("auto", 1):
+            raise MisconfigurationException(
+                "With manual optimization (`automatic_optimization = False`) `training_step` steps optimizers itself,"
+                f" so it must run once for each batch, but got `num_microbatches={self._num_microbatches}`. Use"
+                " `RoundPipeStrategy(num_microbatches=1)`, or automatic optimization."
+            )
+        if self.num_workers > 1:
+            rank_zero_info(
+                f"With manual optimization a batch is not split: one of the {self.num_workers} workers does all"
+                " training steps. The others take part in validation, test and predict."
             )
 
     def model_to_device(self) -> None:
@@ -493,7 +519,9 @@ class RoundPipeStrategy(ParallelStrategy):
         Raises:
             BaseException: what the closure or the optimizer raised.
         """
-        if self._optimizer_overlap == "exact":
+        if self._manual_run is not None:
+            return self._step_inside_manual_run(self._manual_run, optimizer, closure, model, **kwargs)
+        if self._optimizer_overlap == "exact" and self._module.automatic_optimization:
             reason = reason_against_overlap(self._module, optimizer, self.precision_plugin)
             if reason is None:
                 return self._step_in_parts(optimizer, closure)
@@ -502,6 +530,16 @@ class RoundPipeStrategy(ParallelStrategy):
                 rank_zero_info(f"The optimizer steps after the backward pass, not along with it, because {reason}.")
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._weights_may_change()
+
+    def _step_inside_manual_run(
+        self, run: ManualRun, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
+    ) -> Any:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        try:
+            with run.outside(parameters):
+                return super().optimizer_step(optimizer, run.inside(closure, parameters), model, **kwargs)
         finally:
             self._weights_may_change()
 
@@ -585,6 +623,8 @@ class RoundPipeStrategy(ParallelStrategy):
 
         Gradients are kept until Lightning calls `backward` on the returned loss (it calls ``zero_grad`` in between).
         """
+        if not self._module.automatic_optimization:
+            return self._manual_step(*args, **kwargs)
         scale = self.precision_plugin.loss_scale
         with self.precision_plugin.train_step_context():
             result, micro_batches, objective = self._run("training", args, kwargs, scale)
@@ -601,6 +641,23 @@ class RoundPipeStrategy(ParallelStrategy):
             return loss
         outputs = merge(result.outputs, shares, [micro_batch.num_samples for micro_batch in micro_batches])
         return {**outputs, "loss": loss}
+
+    def _manual_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
+        """Run a ``training_step`` that calls backward and optimizers itself: once, on the whole batch."""
+        executor = self._current_executor()
+        assert self._step_log is not None
+        with ExitStack() as stack:
+            stack.enter_context(self.precision_plugin.train_step_context())
+            stack.enter_context(self._step_log.capture(direct=True))
+            self._enter_training(stack, executor)
+            run = stack.enter_context(
+                executor.manual_run(self._seed("training", rest), add_gradients, self._step_log.recomputing)
+            )
+            stack.callback(setattr, self, "_manual_run", None)
+            self._manual_run = run
+            if run.device != _HOST:
+                batch = move_data_to_device(batch, run.device)
+            return run.run(partial(self._module.training_step, batch, *rest, **kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` for every micro-batch and merge what it returns."""
@@ -624,15 +681,10 @@ class RoundPipeStrategy(ParallelStrategy):
     def _run(
         self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float = 1.0
     ) -> tuple[StepResult, Sequence[MicroBatch], BatchObjective]:
-        assert self._executor is not None
+        executor, planner = self._current_executor(), self._planner
         assert self._step_log is not None
-        module, step_log = self._module, self._step_log
-        if _signature(module) != self._model_signature:
-            # Layers were added, merged, frozen or unfrozen since.
-            self._executor.close()
-            self._executor = self._make_executor(module)
-        executor, planner = self._executor, self._planner
         assert planner is not None
+        module, step_log = self._module, self._step_log
         trains = kind == "training"
         if trains and (schedule := planner.improve(one_part=executor.writes_buffers)) is not None:
             executor.adopt(kind, schedule)
@@ -667,13 +719,7 @@ class RoundPipeStrategy(ParallelStrategy):
         with ExitStack() as stack:
             stack.enter_context(step_log.capture())
             if trains:
-                stack.enter_context(switched_off(module, executor.warn_once))
-                if self._sequence_tiles:
-                    stack.enter_context(tiled_over_the_sequence(module, self._sequence_tiles, self._tiled_classes))
-                if self._chunked_loss == "auto":
-                    self._chunked_loss = "liger" if liger_is_installed() else "torch"
-                if self._chunked_loss:
-                    stack.enter_context(chunked_causal_lm_loss(module, self._chunked_loss))
+                self._enter_training(stack, executor)
             result = executor.run(
                 kind,
                 function,
@@ -693,6 +739,24 @@ class RoundPipeStrategy(ParallelStrategy):
             self._schedule = planner.schedule
         step_log.flush(result.losses if trains else objective.seen, objective.shares())
         return result, micro_batches, objective
+
+    def _current_executor(self) -> Executor:
+        assert self._executor is not None
+        if _signature(self._module) != self._model_signature:
+            # Layers were added, merged, frozen or unfrozen since.
+            self._executor.close()
+            self._executor = self._make_executor(self._module)
+        return self._executor
+
+    def _enter_training(self, stack: ExitStack, executor: Executor) -> None:
+        """Switch on and off, for a training step, what differs from the ordinary model."""
+        stack.enter_context(switched_off(self._module, executor.warn_once))
+        if self._sequence_tiles:
+            stack.enter_context(tiled_over_the_sequence(self._module, self._sequence_tiles, self._tiled_classes))
+        if self._chunked_loss == "auto":
+            self._chunked_loss = "liger" if liger_is_installed() else "torch"
+        if self._chunked_loss:
+            stack.enter_context(chunked_causal_lm_loss(self._module, self._chunked_loss))
 
     def _grad_is_spent(self) -> bool:
         """Whether Lightning will clear ``.grad`` before it adds this step's gradients, and nobody looks at it."""
@@ -741,9 +805,13 @@ def _resolve_loss_weight(loss_weight: str | Callable[[Any], float]) -> LossWeigh
     return weight
 
 
-def _signature(module: torch.nn.Module) -> tuple[tuple[int, bool], ...]:
-    """Changes whenever parameters are added, replaced, frozen or unfrozen."""
-    return tuple((id(parameter), parameter.requires_grad) for parameter in module.parameters())
+def _signature(module: "LightningModule") -> tuple[tuple[int, bool], ...]:
+    """Changes whenever parameters are added or replaced; with automatic optimization, also frozen or unfrozen.
+
+    With manual optimization that is an everyday thing (`LightningModule.toggle_optimizer`).
+    """
+    automatic = module.automatic_optimization
+    return tuple((id(parameter), automatic and parameter.requires_grad) for parameter in module.parameters())
 
 
 def _is_count(value: Any) -> bool:

@@ -23,8 +23,8 @@ torch.set_num_threads(1)
 # tqdm's monitor is a thread that outlives every progress bar; 0 says not to start it.
 tqdm.monitor_interval = 0
 
-# Set for good by `Trainer(deterministic=True)`, `seed_everything`, the compiler and the import of scikit-learn: no fault
-# of a test.
+# Set for good by `Trainer(deterministic=True)`, `seed_everything`, the compiler and the import of scikit-learn: no
+# fault of a test.
 LASTING_VARIABLES = frozenset(
     {
         "CUBLAS_WORKSPACE_CONFIG",

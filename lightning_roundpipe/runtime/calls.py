@@ -34,6 +34,12 @@ from lightning_roundpipe.runtime.worker import Worker
 
 __all__ = ["CallRecord", "InputArchive", "KeptInput", "Scope", "border", "is_differentiable"]
 
+_WHILE_RUNNING = (
+    "while `training_step` was still running (`torch.autograd.grad` or `backward` inside it). Streamed units are"
+    " differentiated after `training_step` returns. Compute such terms with modules that are one unit together with"
+    " what they differentiate, or train this model without RoundPipeStrategy."
+)
+
 
 def is_differentiable(value: Any) -> bool:
     """Whether ``value`` is a tensor that can carry a gradient."""
@@ -275,6 +281,7 @@ class CallRecord:
         context: context variables as they were.
         trainable: host parameters that may get a gradient from it.
         ready: whether gradients may come, that is, whether `training_step` has returned.
+        refusal: when or how a gradient came that must not.
     """
 
     unit: Unit
@@ -297,6 +304,7 @@ class CallRecord:
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     trainable: list[Tensor] = field(default_factory=list)
     ready: bool = False
+    refusal: str = _WHILE_RUNNING
 
     @property
     def keeps_graph(self) -> bool:
@@ -306,12 +314,7 @@ class CallRecord:
     def collect(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients of the outputs, from one pass over the glue."""
         if not self.ready:
-            raise UnsupportedUseError(
-                f"The gradient of unit {self.unit} was asked for while `training_step` was still running"
-                " (`torch.autograd.grad` or `backward` inside it). Streamed units are differentiated after"
-                " `training_step` returns. Compute such terms with modules that are one unit together with what they"
-                " differentiate, or train this model without RoundPipeStrategy."
-            )
+            raise UnsupportedUseError(f"The gradient of unit {self.unit} was asked for {self.refusal}")
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 known = self.output_grads[index]

@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,9 @@ from lightning_roundpipe.runtime.gpu_worker import GpuWorker
 from lightning_roundpipe.runtime.hazards import uncompiled
 from lightning_roundpipe.runtime.host_store import HostStore
 from lightning_roundpipe.runtime.lookup import installed
+from lightning_roundpipe.runtime.manual_run import ManualRun
 from lightning_roundpipe.runtime.microbatch_run import MicroBatchRun
+from lightning_roundpipe.runtime.objective import BatchObjective
 from lightning_roundpipe.runtime.randomness import preserved_generators
 from lightning_roundpipe.runtime.stats import StepStats, TicketSpan
 from lightning_roundpipe.runtime.step import Abort, Objective, Step, StepFunction
@@ -133,6 +135,7 @@ class Executor:
         self._orders: dict[str, _Order] = {}
         self._silent_buffers: set[tuple[int, str]] = set()
         self.writes_buffers = False
+        self._manual_trace: list[int] = []
 
     def _make_worker(self, index: int, device: torch.device) -> Worker:
         if device.type != "cuda":
@@ -291,6 +294,50 @@ class Executor:
             updated=updater.updated if updater is not None else [],
             stats=stats,
         )
+
+    @contextmanager
+    def manual_run(
+        self,
+        seed: int,
+        publish: Callable[[Sequence[tuple[Tensor, Tensor]]], None],
+        recomputing: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[ManualRun]:
+        """Get ready for a step that calls backward and optimizers itself, to be run inside.
+
+        Args:
+            seed: base of all randomness of the step.
+            publish: adds gradients to ``.grad`` of parameters.
+            recomputing: entered while units run again for their backward.
+        """
+        step = Step(
+            function=lambda index, worker: None,  # `ManualRun.run` is given it.
+            objective=BatchObjective("samples", (), self.root),
+            trains=True,
+            seed=seed,
+            schedule=Schedule(Plan((), 0), len(self.workers), 1),
+            order=(),
+            times_calls=False,
+            workers=self.workers,
+            traits=self._traits,
+            parameters=list(self.root.parameters()),
+            silent_buffers=self._silent_buffers,
+            abort=Abort(),
+            warn=self.warn_once,
+            on_glue=lambda index, device: None,
+            is_alone=True,
+            compiled=self._compiled,
+            uses=None,
+            name_of=self._name_of,
+        )
+        with ExitStack() as stack:
+            stack.callback(self._clear)
+            stack.enter_context(preserved_generators(self.devices))
+            stack.enter_context(uncompiled(self.root, self.warn_once))
+            stack.enter_context(installed(self.root, self.units))
+            self._prepare(overwrites_grad=False)
+            run = ManualRun(step, self.store, publish, recomputing, self._manual_trace)
+            yield run
+            self._manual_trace = run.trace
 
     @contextmanager
     def _guarded_grads(self, parameters: Sequence[Tensor], updater: Updater | None) -> Iterator[None]:

@@ -84,8 +84,8 @@ def resolving_backward(resolver: Resolver, device: torch.device) -> Iterator[Non
 
 
 @contextmanager
-def resolving(resolver: Resolver) -> Iterator[None]:
-    """Let lookups of the calling thread go to ``resolver``."""
+def resolving(resolver: Resolver | None) -> Iterator[None]:
+    """Let lookups of the calling thread go to ``resolver``; with None, to nobody: the model is an ordinary one."""
     outer = getattr(_threads, "resolver", None)
     _threads.resolver = resolver
     try:

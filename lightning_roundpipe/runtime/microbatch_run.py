@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from lightning_roundpipe.runtime.step import Step
     from lightning_roundpipe.runtime.worker import Mark, Worker
 
-__all__ = ["MicroBatchRun"]
+__all__ = ["GLUE", "MicroBatchRun"]
 
-_GLUE = -1
+GLUE = -1
+"""In the place of a unit's index: user code between calls."""
 
 
 @dataclass
@@ -98,7 +99,7 @@ class MicroBatchRun:
         self._ticket_start: Mark = 0.0
         self._call_starts: list[tuple[int, Mark]] = []
         self._worker = step.workers[0]
-        self._scope = Scope(self._worker, UsePlace(0, _GLUE, 0))
+        self._scope = Scope(self._worker, UsePlace(0, GLUE, 0))
         self._glue: list[Scope] = []
         self._records: list[CallRecord] = []
         self._occurrences: Counter[int] = Counter()
@@ -275,7 +276,7 @@ class MicroBatchRun:
 
     def _begin_glue(self) -> None:
         stretch = len(self.order)
-        self._scope = Scope(self._worker, UsePlace(self._part, _GLUE, stretch))
+        self._scope = Scope(self._worker, UsePlace(self._part, GLUE, stretch))
         self._seed(2 * stretch)
         self._step.on_glue(self.index, self._worker.device)
 
@@ -291,8 +292,12 @@ class MicroBatchRun:
             scope = self._glue.pop()
             scope.accumulate(self._worker)
             self._step.remove_uses(scope.trainable)
-            if self._alone:
-                self._worker.spill()
+            self._settle_sums()
+
+    def _settle_sums(self) -> None:
+        if self._alone:
+            # This micro-batch runs through all stages: its gradients would not fit a GPU.
+            self._worker.spill()
 
     def _seed(self, place: int) -> None:
         """Seed the generators for call ``place // 2`` or the glue before it; needs the user lock if they are shared."""
@@ -583,7 +588,7 @@ class MicroBatchRun:
             record.free()
         self._land_glue(after=-1)
 
-    def _differentiate_glue(self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
+    def _differentiate_glue(self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
         # The glue's graph is entered once for every call: it must outlive each pass. It may run hooks of user code.
         with self._step.user_lock, resolving_backward(self, self._worker.device):
             torch.autograd.backward(roots, gradients, retain_graph=True)  # type: ignore[arg-type]
@@ -613,9 +618,7 @@ class MicroBatchRun:
         finally:
             self._scope = outer
         scope.accumulate(self._worker)
-        if self._alone:
-            # This micro-batch runs through all stages: its gradients would not fit a GPU.
-            self._worker.spill()
+        self._settle_sums()
         edges: list[GradientEdge] = []
         pushed = []
         for leaf, edge in zip(inputs, record.edges, strict=True):

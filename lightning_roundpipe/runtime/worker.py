@@ -113,6 +113,10 @@ class Worker:
         """A new copy of ``parameter`` on this worker."""
         return self._store.weight(parameter).to(self.device, self._store.dtype_of(parameter), copy=True)
 
+    def forget_weights(self) -> None:
+        """Masters were written, and the store told (`HostStore.refresh_parameters`): use no copy from before."""
+        self._weights.clear()
+
     def buffer(self, host: Tensor) -> Tensor:
         """This worker's copy of the buffer ``host``, uploaded again if the host's was written since."""
         entry = self._buffers.get(id(host))

@@ -1,15 +1,18 @@
 """The main job on a GPU: the same numbers as plain training there, whatever streams and slots do."""
 
+import copy
 import gc
 from collections.abc import Iterator
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from tests.helpers.equivalence import TrainResult, assert_results_close, train
-from tests.helpers.models import CASES, Case
+from tests.helpers.models import CASES, Block, Case, seeded
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +71,54 @@ def test_half_precision_is_near_plain(precision: str) -> None:
     for plain, ours in zip(expected.losses, found.losses, strict=True):
         assert plain is not None and ours is not None
         assert float(ours) == pytest.approx(float(plain), rel=2e-2)
+
+
+class Gan(L.LightningModule):
+    """Two optimizers in turn, weights clipped through ``data``, a moving average, gradients accumulated by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(*(Block(64) for _ in range(4)), nn.Linear(64, 64))
+        self.discriminator = nn.Sequential(Block(64), Block(64), nn.Linear(64, 1))
+        self.average = copy.deepcopy(self.generator).requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        real, noise = batch
+        for_generator, for_discriminator = self.optimizers()
+        self.toggle_optimizer(for_generator)
+        fake = self.generator(noise)
+        self.manual_backward((self.average(noise) - fake).square().mean() - self.discriminator(fake).mean())
+        if batch_idx % 2:
+            self.clip_gradients(for_generator, 0.5, "norm")
+            for_generator.step()
+            for_generator.zero_grad()
+        self.untoggle_optimizer(for_generator)
+        for _ in range(2):
+            for_discriminator.zero_grad()
+            loss = self.discriminator(self.generator(noise).detach()).mean() - self.discriminator(real).mean()
+            self.log("loss", loss)
+            self.manual_backward(loss)
+            for_discriminator.step()
+            for parameter in self.discriminator.parameters():
+                parameter.data.clamp_(-0.1, 0.1)
+        with torch.no_grad():
+            for old, new in zip(self.average.parameters(), self.generator.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(net.parameters(), lr=1e-3, eps=1e-3) for net in (self.generator, self.discriminator)]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_manual_optimization(precision: str, workers: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [tuple(torch.randn(2, 6, 64, generator=generator)) for _ in range(6)]
+    case = Case("gan", lambda: seeded(Gan), lambda: batches)
+    expected = fit(case, precision=precision)
+    found = fit(case, RoundPipeStrategy(workers_per_device=workers), precision=precision)
+    assert_results_close(expected, found, rtol=1e-5 if precision == "32-true" else 2e-2)
 
 
 def test_nothing_stays_on_the_gpu() -> None:

@@ -1,5 +1,6 @@
 """Lightning's own callbacks, tuners and debugging flags do what they do on a single device."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,22 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
     BatchSizeFinder,
+    DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelSummary,
+    OnExceptionCheckpoint,
+    RichProgressBar,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     Timer,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
@@ -375,11 +380,114 @@ def test_closure_optimizer() -> None:
     assert_results_close(expected, train(module, residual_batches(num=2), ours(), 2), rtol=1e-6)
 
 
-def test_manual_optimization_is_refused() -> None:
-    class Manual(Residual):
+def test_batch_size_finder_with_an_error_in_a_worker(tmp_path: Path) -> None:
+    """Out of memory in a layer: in its forward pass, or only when it is recomputed."""
+    flags: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": True, "limit_val_batches": 0}
+
+    class Small(Block):
+        largest, backward_only = 4, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > self.largest and (not self.backward_only or torch._C._current_graph_task_id() == -1):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
+            return super().forward(x)
+
+    class InLayer(Tunable):
         def __init__(self) -> None:
             super().__init__()
-            self.automatic_optimization = False
+            self.blocks[2] = Small(16)
 
-    with pytest.raises(MisconfigurationException, match="manual optimization.*Use automatic optimization"):
-        train(lambda: seeded(Manual), residual_batches(), ours(), 2)
+    # Three micro-batches of at most 4 rows: up to 12 rows fit.
+    module = seeded(InLayer)
+    assert Tuner(trainer_for(ours(), 2, **flags)).scale_batch_size(module, steps_per_trial=1, init_val=3) == 12
+    trainer_for(ours(), 2, **{**flags, "max_steps": 1}).fit(module)  # The model and the machine are as before.
+    assert module.trainer.global_step == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_throughput_monitor(accumulate: int, tmp_path: Path) -> None:
+    """Its counts are those of a plain run: samples and batches, whatever micro-batches and precision."""
+
+    class Measured(Residual):
+        def on_fit_start(self) -> None:
+            self.flops_per_batch = 1000
+
+    def fit(strategy: Any, devices: int, precision: str, where: Path) -> list[dict[str, str]]:
+        monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
+        train(
+            lambda: seeded(Measured), residual_batches(num=6), strategy, devices, callbacks=[monitor],
+            logger=CSVLogger(where, name="", version=""), log_every_n_steps=1, precision=precision,
+            accumulate_grad_batches=accumulate,
+        )  # fmt: skip
+        with (where / "metrics.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    for precision in ("32-true", "bf16-mixed", "bf16-true"):
+        expected = fit("auto", 1, precision, tmp_path / f"plain-{precision}")
+        found = fit(ours(), 2, precision, tmp_path / f"ours-{precision}")
+        for name in ("train/batches", "train/samples"):
+            assert [row[name] for row in found] == [row[name] for row in expected]
+        assert max(float(row["train/samples"] or 0) for row in found) == 36
+
+
+def test_device_stats_monitor(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="", version="")
+    train(
+        residual, residual_batches(), ours(), 2,
+        callbacks=[DeviceStatsMonitor(cpu_stats=True)], logger=logger, log_every_n_steps=1,
+    )  # fmt: skip
+    assert "DeviceStatsMonitor.on_train_batch_start/cpu_percent" in (tmp_path / "metrics.csv").read_text()
+
+
+def test_rich_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    expected = train(residual, residual_batches())
+    found = train(residual, residual_batches(), ours(), 2, callbacks=[RichProgressBar()], enable_progress_bar=True)
+    assert_results_close(expected, found, rtol=1e-9)
+    assert "Epoch 0/0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["forward", "recomputation", "hook"])
+@pytest.mark.filterwarnings("ignore:.*(was called without a model|no last checkpoint available)")
+def test_checkpoint_on_an_exception(where: str, tmp_path: Path) -> None:
+    """Written while the step is broken: the weights of the last whole step, of which a new run makes use."""
+
+    class Fails(Residual):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.armed = batch_idx == 2
+            if self.armed and where != "hook":
+                block = self.blocks[0]
+                forward, calls = type(block).forward, []
+
+                def failing(x: Tensor) -> Tensor:
+                    calls.append(x)
+                    if where == "forward" or len(calls) > 3:
+                        raise KeyError("mine")
+                    return forward(block, x)
+
+                block.forward = failing
+
+        def on_after_backward(self) -> None:
+            if self.armed and where == "hook":
+                raise KeyError("mine")
+
+    flags: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    with pytest.raises(KeyError, match="mine"):
+        train(
+            lambda: seeded(Fails), residual_batches(), ours(), 2, callbacks=[OnExceptionCheckpoint(tmp_path)], **flags
+        )
+    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    expected = train(lambda: seeded(Residual), residual_batches(num=4)[:2], ours(), 1)
+    assert saved["global_step"] == 2
+    for name, tensor in expected.state.items():
+        assert torch.equal(saved["state_dict"][name], tensor), name
+
+
+def test_gradient_accumulation_scheduler() -> None:
+    both(lambda: [GradientAccumulationScheduler({0: 1, 1: 3})], val_batches=None)
+
+
+def test_timer_stops_in_time() -> None:
+    """The first step may run; then the time is up."""
+    found = train(residual, residual_batches(num=50), ours(), 2, callbacks=[Timer({"milliseconds": 1})], max_epochs=99)
+    assert found.trainer.global_step < 50

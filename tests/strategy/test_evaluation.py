@@ -87,28 +87,106 @@ def test_predict_outputs_of_transformers_models() -> None:
         torch.testing.assert_close(two.logits, one.logits)
 
 
-def test_generation_in_validation() -> None:
-    """``generate`` with its cache, inside ``validation_step``, gives the tokens of the plain model."""
+GENERATION: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 2},
+    "static": {"do_sample": False, "cache_implementation": "static"},
+    "without cache": {"do_sample": False, "use_cache": False},
+}
 
-    class Generates(LanguageModel):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-            return {"tokens": self.model.generate(batch["input_ids"], **options)}
 
-        def on_validation_batch_end(self, outputs: Any, *args: Any) -> None:
-            self.generated.append(outputs["tokens"])
+class Generates(LanguageModel):
+    """Generates in validation and test, and keeps the tokens."""
 
-    case = CASES["qwen3_tied"]
+    options: dict[str, Any]
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.generated: list[Tensor] = []
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = batch["input_ids"]
+        mask = torch.ones_like(tokens)
+        mask[tokens[:, 0] % 2 == 0, :2] = 0  # Some rows are padded on the left.
+        return self.model.generate(
+            tokens, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, pad_token_id=0, **self.options
+        )
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("val_loss", self.loss(batch))
+        return {"tokens": self.predict_step(batch, batch_idx)}
+
+    test_step = validation_step
+
+    def on_validation_batch_end(self, outputs: Any, *args: Any) -> None:
+        self.generated.append(outputs["tokens"])
+
+    on_test_batch_end = on_validation_batch_end
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("gpt2", "greedy"), ("t5", "greedy"), ("llama_lora", "greedy"), ("qwen3_moe", "greedy")]
+    + [("qwen3_tied", how) for how in GENERATION],
+)
+def test_generation_everywhere(name: str, how: str) -> None:
+    """In validation inside a fit, in validate, test and predict, and after it all: the tokens of the plain model."""
 
     def run(strategy: Any, devices: int) -> list[Tensor]:
-        module = Generates(case.module().model)
-        module.generated = []
-        trainer = trainer_for(strategy, devices, num_sanity_val_steps=0)
-        trainer.fit(module, BatchDealer(case.batches()), BatchDealer(case.batches()[:2]))
-        return module.generated
+        module = seeded(lambda: Generates(CASES[name].module().model))
+        module.options = GENERATION[how]
+        batches = CASES[name].batches()[:2]
+        one_row = {key: tensor[:1] for key, tensor in batches[0].items()}  # Fewer rows than micro-batches.
+        trainer = trainer_for(strategy, devices, num_sanity_val_steps=1, max_epochs=1)
+        trainer.fit(module, BatchDealer(CASES[name].batches()), BatchDealer([*batches, one_row]))
+        trainer.validate(module, BatchDealer(batches), verbose=False)
+        trainer.test(module, [BatchDealer(batches), BatchDealer([one_row])], verbose=False)
+        predicted = trainer.predict(module, BatchDealer([*batches, one_row]))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, BatchDealer(CASES[name].batches()), BatchDealer(batches))  # Nothing stayed behind.
+        module.eval()
+        with torch.no_grad():
+            after = module.predict_step(batches[1], 0)
+        return [*module.generated, *predicted, after]
 
-    for one, two in zip(run("auto", 1), run(ours(), 2), strict=True):
+    expected, found = run("auto", 1), run(ours(), 2)
+    assert len(expected) == len(found)
+    for one, two in zip(expected, found, strict=True):
         assert torch.equal(one, two)
+
+
+def test_generation_uses_its_cache() -> None:
+    """After the prompt each layer is given one position at a time."""
+    module = seeded(lambda: Generates(CASES["qwen3_tied"].module().model))
+    module.options = GENERATION["greedy"]
+    lengths: list[int] = []
+    module.model.model.layers[1].register_forward_pre_hook(
+        lambda layer, args, kwargs: lengths.append((args or (kwargs["hidden_states"],))[0].shape[1]), with_kwargs=True
+    )
+    trainer_for(ours(2), 2).predict(module, BatchDealer(CASES["qwen3_tied"].batches()[:1]))
+    assert sorted(lengths) == [1] * 6 + [8] * 2
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_evaluation_modes(inference_mode: bool) -> None:
+    """Each step runs in the mode that the trainer asks for, and a fit after it trains as a fresh one."""
+    modes: list[tuple[bool, bool]] = []
+
+    class Looks(Residual):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            modes.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+            return super().validation_step(batch, batch_idx)
+
+    module = seeded(Looks)
+    trainer = trainer_for(ours(), 2, inference_mode=inference_mode)
+    trainer.validate(module, BatchDealer(residual_batches(num=1)), verbose=False)
+    assert set(modes) == {(False, inference_mode)}
+    modes.clear()
+    trainer.fit(module, BatchDealer(residual_batches()), BatchDealer(residual_batches(num=1)))
+    assert set(modes) == {(False, False)}
+    fresh = train(lambda: seeded(Residual), residual_batches(), ours(), 2)
+    for name, tensor in fresh.state.items():
+        assert torch.equal(module.state_dict()[name], tensor), name
 
 
 def test_validation_inside_an_epoch() -> None:
