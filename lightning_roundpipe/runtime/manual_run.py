@@ -263,7 +263,7 @@ class ManualRun(MicroBatchRun):
         upcoming: list[Tensor] = []
         if not self._exposed and self._expected[place : place + 1] == [unit.index]:
             upcoming = self._weights_of(next(iter(self._expected[place + 1 : place + 2]), _WEIGHTS_CHANGE))
-        self._worker.enter(place, self._weights_of(unit.index), upcoming)
+        self._worker.enter(place, self._weights_of(unit.index), upcoming, comes_again=False)
 
     def _weights_of(self, index: int) -> list[Tensor]:
         if index == _WEIGHTS_CHANGE or (unit := self._step.traits[index].unit).on_call:
