@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_roundpipe.runtime import slab
-from lightning_roundpipe.runtime.slab import ALIGNMENT, Slab, flat_views
+from lightning_roundpipe.runtime.slab import ALIGNMENT, Slab
 
 LIKES = [(torch.Size([3, 5]), torch.float32), (torch.Size([]), torch.bfloat16), (torch.Size([0, 4]), torch.int8)]
 
@@ -20,9 +20,26 @@ def test_tensors_share_the_flat_bytes() -> None:
     for tensor, (shape, dtype) in zip(made.tensors, LIKES, strict=True):
         assert tensor.shape == shape and tensor.dtype is dtype
         tensor.fill_(1)
-    for tensor, view in zip(made.tensors, flat_views(made.flat, LIKES), strict=True):
-        assert torch.equal(tensor, view)
+    written = [
+        made.flat[offset : offset + tensor.nbytes] for offset, tensor in zip(made.offsets, made.tensors, strict=True)
+    ]
+    for tensor, content in zip(made.tensors, written, strict=True):
+        assert torch.equal(tensor.reshape(-1), content.view(tensor.dtype))
     assert made.payload_bytes == 62 <= made.num_bytes <= 62 + 2 * ALIGNMENT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_views_of_a_converted_copy(dtype: torch.dtype) -> None:
+    """One conversion of everything converts every tensor; a write to one does not count as a write to another."""
+    made = Slab([(torch.Size([3, 5]), torch.float32), (torch.Size([70]), torch.float32)], pin=False, warn=never)
+    for tensor in made.tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    views = made.views_of(made.flat.view(made.dtype).to(dtype))
+    for tensor, view in zip(made.tensors, views, strict=True):
+        assert torch.equal(tensor.to(dtype), view)
+    views[0].zero_()
+    assert views[1]._version == 0
+    assert torch.equal(made.tensors[1].to(dtype), views[1])
 
 
 @pytest.mark.parametrize("fails_at", [0, 2])
