@@ -225,6 +225,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._step_log: StepLog | None = None
         self._labels_shifted: bool | None = None
         self._base_seed: int | None = None
+        self._last_seed: int | None = None
         self._step_stats: StepStats | None = None
         self._manual_run: ManualRun | None = None
         self._told: set[str] = set()
@@ -363,6 +364,7 @@ class RoundPipeStrategy(ParallelStrategy):
             self.precision_plugin.device = self.root_device.type
         if self._base_seed is None:
             self._base_seed = torch.initial_seed() % 2**63
+        self._last_seed = self._base_seed  # For checkpoints that are saved after the fit.
         self._step_log = StepLog(module)
         self._executor = self._make_executor(module)
 
@@ -482,8 +484,8 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write an ordinary Lightning checkpoint, and the base of the step's randomness with it."""
-        if self._base_seed is not None:
-            checkpoint[_CHECKPOINT_KEY] = {"base_seed": self._base_seed}
+        if self._last_seed is not None:
+            checkpoint[_CHECKPOINT_KEY] = {"base_seed": self._last_seed}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -246,8 +246,8 @@ class ManualRun(MicroBatchRun):
         number: int,
         place: UsePlace,
     ) -> Any:
-        self._enter(unit)
-        result = super()._run_forward(unit, forward, args, kwargs, number, place)
+        with self._at_work(unit):
+            result = super()._run_forward(unit, forward, args, kwargs, number, place)
         for record in self._records:
             record.refusal = _BY_ANOTHER_WAY
             used = {id(p): p for p in (*unit.parameters, *record.trainable)}.values()
@@ -256,14 +256,18 @@ class ManualRun(MicroBatchRun):
         self._records.clear()
         return result
 
-    def _enter(self, unit: Unit) -> None:
-        """Bring the weights of ``unit``, and after them those of the unit that came next in the last step."""
+    @contextmanager
+    def _at_work(self, unit: Unit) -> Iterator[None]:
+        """Bring the weights of ``unit`` and, once it is at work, those of the unit that came next in the last step."""
         place = len(self.trace)
         self.trace.append(unit.index)
         upcoming: list[Tensor] = []
         if not self._exposed and self._expected[place : place + 1] == [unit.index]:
             upcoming = self._weights_of(next(iter(self._expected[place + 1 : place + 2]), _WEIGHTS_CHANGE))
-        self._worker.enter(place, self._weights_of(unit.index), upcoming, comes_again=False)
+        weights = self._weights_of(unit.index)
+        self._worker.enter(place, weights, upcoming, comes_again=True)
+        yield
+        self._worker.enter(place, weights, upcoming, comes_again=False)
 
     def _weights_of(self, index: int) -> list[Tensor]:
         if index == _WEIGHTS_CHANGE or (unit := self._step.traits[index].unit).on_call:
@@ -319,8 +323,7 @@ class ManualRun(MicroBatchRun):
             if all(collected is None for collected in record.output_grads):
                 continue
             self._refuse_changed_weights(record)
-            self._enter(record.unit)
-            with self._inside(record.unit):
+            with self._at_work(record.unit), self._inside(record.unit):
                 self._run_backward(record)
             if retains:
                 record.output_grads = [None] * len(record.output_grads)

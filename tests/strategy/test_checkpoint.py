@@ -109,7 +109,8 @@ def test_strategies_exchange_checkpoints(tmp_path: Path, saved_by: str, resumed_
     assert_results_close(expected, found, rtol=1e-10)
 
 
-def test_dropout_continues_where_it_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", ["during the fit", "after it"])
+def test_dropout_continues_where_it_stopped(tmp_path: Path, saved: str) -> None:
     """The base of the counted randomness is part of the checkpoint; the resuming process need not be seeded alike."""
 
     def noisy() -> L.LightningModule:
@@ -120,8 +121,10 @@ def test_dropout_continues_where_it_stopped(tmp_path: Path) -> None:
             torch.manual_seed(987)
 
     path = tmp_path / "some.ckpt"
-    whole = train(noisy, BATCHES, ours(), 2, callbacks=[SaveAfter(path, 4)])
-    resumed = train(noisy, BATCHES, ours(), 3, callbacks=[Reseed()], ckpt_path=path)
+    whole = train(noisy, BATCHES, ours(), 2, callbacks=[SaveAfter(path, 4)], max_epochs=2)
+    if saved == "after it":
+        train(noisy, BATCHES, ours(), 2).trainer.save_checkpoint(path)
+    resumed = train(noisy, BATCHES, ours(), 3, callbacks=[Reseed()], ckpt_path=path, max_epochs=2)
     for name, tensor in whole.state.items():
         assert torch.equal(tensor, resumed.state[name]), name
 
