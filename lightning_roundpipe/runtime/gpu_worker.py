@@ -229,18 +229,20 @@ class GpuWorker(Worker):
         """Send the gradient sums to the host, beside the computation that goes on."""
         if not self._sums:
             return
-        totals: dict[tuple[int, int], tuple[Tensor, UsePlace, Tensor]] = {}
+        totals: dict[tuple[int, int | UsePlace], tuple[Tensor, UsePlace, Tensor]] = {}
         for (key, place), (parameter, total) in sorted(self._sums.items(), key=lambda item: item[0][1], reverse=True):
-            known = totals.get((key, place.group))
-            totals[key, place.group] = parameter, place, total if known is None else known[2] + total
+            into = place.group if self._store.may_merge(parameter) else place
+            known = totals.get((key, into))
+            totals[key, into] = parameter, place, total if known is None else known[2] + total
         ready = []
         for parameter, place, total in totals.values():
             if total.is_sparse:
                 self._store.land(parameter, place, total.cpu())
                 continue
-            for landed in self._store.take_landed(parameter, place.group, self.index):
-                # A tied weight: adding up on the GPU is cheaper than on the host.
-                total = self._bring_back(landed) + total
+            if self._store.may_merge(parameter):
+                for landed in self._store.take_landed(parameter, place.group, self.index):
+                    # A tied weight: adding up on the GPU is cheaper than on the host.
+                    total = self._bring_back(landed) + total
             ready.append((parameter, place, total.to(parameter.dtype)))
         self._d2h.wait_event(self._event(self._compute, timing=False))
         landings = []

@@ -30,6 +30,8 @@ __all__ = ["HostStore", "LandedSum", "UsePlace", "WeightSlab"]
 _SAMPLES = 64
 """Elements by which a write to a frozen parameter is noticed; an update of all of them (a moving average) always is."""
 
+_MANY = 1000
+
 _MIXED_DTYPES_REFUSED = (torch.nn.modules.batchnorm._NormBase, torch.nn.RNNBase)
 """Modules whose operations autocast leaves alone and which do not accept parameters of lower precision than inputs."""
 
@@ -111,6 +113,8 @@ class HostStore:
     _full_precision: set[int] = field(default_factory=set, init=False)
     _sums: dict[int, tuple[Tensor, list[LandedSum]]] = field(default_factory=dict, init=False)
     _landings: dict[int, list[Slab]] = field(default_factory=dict, init=False)
+    _places: dict[int, set[tuple[int, int]]] = field(default_factory=dict, init=False)
+    _num_places: dict[int, int] = field(default_factory=dict, init=False)
     _reserved: set[int] = field(default_factory=set, init=False)
     _hidden: dict[int, Tensor] = field(default_factory=dict, init=False)
     _readers: list[tuple[Tensor, int, torch.cuda.Event | None]] = field(default_factory=list, init=False)
@@ -229,8 +233,10 @@ class HostStore:
             if not gradient.is_sparse:
                 self._reserved.discard(gradient.data_ptr())
 
-    def open_sum(self, parameter: Tensor) -> None:
+    def open_sum(self, parameter: Tensor, place: UsePlace) -> None:
         """A worker starts to sum a gradient."""
+        with self._lock:
+            self._places.setdefault(id(parameter), set()).add((place.unit, place.occurrence))
         if self.uses is not None:
             self.uses.add([parameter])
 
@@ -260,6 +266,14 @@ class HostStore:
                 landed.event.synchronize()
             total = landed.gradient if total is None else total + landed.gradient
         return None if total is None else total.to(parameter.dtype)
+
+    def may_merge(self, parameter: Tensor) -> bool:
+        """Whether a worker may add what another place has landed to its own sum.
+
+        With two places of use the result is the same whoever adds. With more it depends on what has landed by then, so
+        that all are added up at the end. How many there are is known when a step has shown it.
+        """
+        return self._num_places.get(id(parameter), _MANY) <= 2
 
     def take_landed(self, parameter: Tensor, group: int, worker: int) -> list[LandedSum]:
         """Take back what later places of the same replica group have landed, for ``worker`` to add it up.
@@ -330,6 +344,7 @@ class HostStore:
             self._forget()
 
     def _forget(self) -> None:
+        self._num_places |= {key: len(places) for key, places in self._places.items()}
         self.uses = self.on_complete = None
         self._readers.clear()
         self._partials.clear()

@@ -161,7 +161,7 @@ class Worker:
         key = id(parameter), place
         entry = self._sums.get(key)
         if entry is None:
-            self._store.open_sum(parameter)
+            self._store.open_sum(parameter, place)
         total = self._store.take_partial(parameter, place) if entry is None else entry[1]
         if total is None:
             total = as_gradient_sum(gradient)

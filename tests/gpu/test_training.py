@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
 from tests.helpers.equivalence import TrainResult, assert_results_close, train
@@ -127,3 +128,46 @@ def test_nothing_stays_on_the_gpu() -> None:
     fit(BY_NAME["qwen3_tied"], RoundPipeStrategy(num_microbatches=3))
     gc.collect()
     assert torch.cuda.memory_allocated() - before < 2**16
+
+
+class UsedThrice(L.LightningModule):
+    """One weight with three places of use, in stages of different workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        for index in (2, 5):
+            self.layers[index].weight = self.layers[0].weight
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = torch.tanh(layer(batch)) + batch
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_weight_used_thrice_is_added_up_in_a_fixed_order() -> None:
+    """Whatever the number of workers, and however their stages interleave."""
+    states = []
+    for workers in (1, 2, 3, 3):
+        torch.manual_seed(0)
+        module = UsedThrice()
+        strategy = RoundPipeStrategy(num_microbatches=4, workers_per_device=workers)
+        batches = [torch.randn(16, 64, generator=torch.Generator().manual_seed(step)) for step in range(4)]
+        trainer = L.Trainer(
+            accelerator="gpu", devices=1, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        states.append(module.state_dict())
+    for state in states[1:]:
+        assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
+
+
+@pytest.mark.parametrize("overlap", ["off", "exact"])
+def test_compiled_units(overlap: str) -> None:
+    case = CASES["qwen3_tied"]
+    found = fit(case, RoundPipeStrategy(num_microbatches=3, compile_units=True, optimizer_overlap=overlap))
+    assert_results_close(fit(case), found, rtol=1e-4)
