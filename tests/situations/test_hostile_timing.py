@@ -1,0 +1,162 @@
+"""Whatever the timing: the same bits, the original error soon, and nothing that grows."""
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.runtime.updater import Updater
+from lightning_roundpipe.runtime.worker import Worker
+from tests.helpers.equivalence import TrainResult, assert_results_equal, train, trainer_for
+from tests.helpers.models import Residual, residual_batches, seeded
+
+
+@contextmanager
+def delays(seed: int, most_s: float = 4e-4) -> Iterator[None]:
+    """Sleep now and then in uploads, downloads, updates, layers and user code, and switch threads often."""
+    draw = random.Random(seed)
+
+    def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if draw.random() < 0.15:
+                time.sleep(draw.random() * most_s)
+            return function(*args, **kwargs)
+
+        return call
+
+    interval = sys.getswitchinterval()
+    with ExitStack() as stack:
+        stack.callback(sys.setswitchinterval, interval)
+        for owner, name in DELAYED:
+            stack.enter_context(mock.patch.object(owner, name, delayed(getattr(owner, name))))
+        sys.setswitchinterval(draw.choice([1e-6, 1e-5, interval]))
+        yield
+
+
+class Quick(Residual):
+    """Small, with dropout; user code around the units can be delayed, too."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=3, dropout=0.2, tied=True, width=8)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.pause()
+        loss = super().loss(batch)
+        self.pause()
+        return loss
+
+    def pause(self) -> None:
+        """A place for `delays` in user code."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+DELAYED: list[tuple[type, str]] = [
+    (Worker, "enter"),
+    (Worker, "upload_weight"),
+    (Worker, "accumulate"),
+    (Worker, "land"),
+    (Worker, "take_home"),
+    (Updater, "_update"),
+    (nn.LayerNorm, "forward"),
+    (Quick, "pause"),
+]
+
+
+def fit(overlap: str, devices: int, **options: Any) -> TrainResult:
+    strategy = RoundPipeStrategy(num_microbatches=3, optimizer_overlap=overlap)
+    return train(lambda: seeded(Quick), residual_batches(num=3, positions=3), strategy, devices, **options)
+
+
+def test_three_hundred_runs_with_delays_give_the_same_bits() -> None:
+    """A hundred fits of three steps each, on one to four workers, with and without background updates."""
+    expected = fit("off", 1)
+    for seed in range(100):
+        with delays(seed):
+            assert_results_equal(expected, fit(("off", "exact")[seed % 2], 1 + seed % 4))
+
+
+class Rows(Dataset[Any]):
+    """Fails in the worker process of the dataloader at one row."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.fails_at = fails_at
+        self.tokens, self.targets = residual_batches(num=1, rows=24)[0]
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        if row == self.fails_at:
+            raise KeyError("mine")
+        return self.tokens[row], self.targets[row]
+
+
+@pytest.mark.filterwarnings("ignore:.*os.fork")
+def test_error_in_a_worker_of_the_dataloader() -> None:
+    def fit(strategy: Any, devices: int, fails_at: int) -> L.LightningModule:
+        module = seeded(Residual)
+        loader = DataLoader(Rows(fails_at), batch_size=6, num_workers=1)
+        trainer_for(strategy, devices).fit(module, loader)
+        return module
+
+    started = time.monotonic()
+    with pytest.raises(KeyError, match="mine"):
+        fit(RoundPipeStrategy(num_microbatches=3), 2, fails_at=13)
+    assert time.monotonic() - started < 5
+    expected, found = fit("auto", 1, -1), fit(RoundPipeStrategy(num_microbatches=3), 2, -1)
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], tensor, msg=name)
+
+
+class Resources(L.Callback):
+    """Threads, open files and resident memory, every hundred steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, i: int
+    ) -> None:
+        if i % 100 == 99:
+            with open("/proc/self/statm") as file:
+                resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            self.seen.append((threading.active_count(), len(os.listdir("/proc/self/fd")), resident))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+@pytest.mark.parametrize("kind", ["automatic", "manual"])
+def test_nothing_grows_over_five_hundred_steps(kind: str) -> None:
+    class Steps(Quick):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = kind == "automatic"
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if kind == "manual":
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    resources = Resources()
+    strategy = RoundPipeStrategy(num_microbatches="auto" if kind == "manual" else 2)
+    train(lambda: seeded(Steps), residual_batches(num=500, positions=2), strategy, 2, callbacks=[resources])
+    threads, files, resident = zip(*resources.seen[1:], strict=True)
+    assert len(set(threads)) == len(set(files)) == 1
+    assert resident[-1] - resident[0] < 4 * 2**20
