@@ -36,7 +36,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 def full_qwen3(**model: Any) -> tuple[LanguageModel, RoundPipeStrategy]:
     """Every weight trains. Updates run along with the backward pass."""
     module = LanguageModel("qwen3", {**SMALL, "head_dim": 16, "tie_word_embeddings": True}, **model)
-    return module, RoundPipeStrategy(num_microbatches=4, optimizer_overlap="exact")
+    return module, RoundPipeStrategy(num_microbatches=4)
 
 
 def lora_llama(**model: Any) -> tuple[LanguageModel, RoundPipeStrategy]:

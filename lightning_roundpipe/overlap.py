@@ -13,6 +13,7 @@ __all__ = ["clears_or_reads_spent_gradients", "hooks_between_steps", "reason_aga
 
 _SEE_GRADIENTS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 _CHANGE_GRADIENTS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
+_KNOWN = ("lightning.", "lightning_roundpipe.")
 _BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer", "on_after_batch_transfer")
 
 
@@ -21,6 +22,8 @@ def reason_against_overlap(
 ) -> str | None:
     """Why the optimizer must step after the backward pass; None if it need not."""
     trainer = module.trainer
+    if getattr(trainer.fit_loop, "_skip_backward", False):
+        return "the backward pass is skipped (as stochastic weight averaging does to set the statistics of its average)"
     for hook in (*_SEE_GRADIENTS, *_CHANGE_GRADIENTS):
         if is_overridden(hook, module):
             return f"`{hook}` of {type(module).__name__} needs all gradients"
@@ -39,7 +42,7 @@ def reason_against_overlap(
 
 def hooks_between_steps(module: LightningModule) -> bool:
     """Whether user code runs between two steps, which may change weights in any way."""
-    callbacks = [c for c in _callbacks(module.trainer) if not type(c).__module__.startswith("lightning.")]
+    callbacks = [c for c in _callbacks(module.trainer) if not type(c).__module__.startswith(_KNOWN)]
     return any(is_overridden(hook, owner) for owner in (module, *callbacks) for hook in _BETWEEN_STEPS)
 
 

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_roundpipe.chunked_loss import KERNELS, chunked_causal_lm_loss, liger_is_installed
 from lightning_roundpipe.exceptions import PlanError
+from lightning_roundpipe.fence import UpdateFence, something_looks_between_steps
 from lightning_roundpipe.module_view import ModuleViews
 from lightning_roundpipe.overlap import (
     clears_or_reads_spent_gradients,
@@ -38,7 +39,7 @@ from lightning_roundpipe.runtime.hazards import switched_off
 from lightning_roundpipe.runtime.manual_run import ManualRun
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
 from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObjective, LossWeight
-from lightning_roundpipe.runtime.partial_step import PartialStepper
+from lightning_roundpipe.runtime.partial_step import PartialStepper, reason_against_parts
 from lightning_roundpipe.runtime.planning import (
     TrainingPlanner,
     evaluation_schedule,
@@ -84,11 +85,12 @@ class RoundPipeStrategy(ParallelStrategy):
         loss_weight: what a micro-batch's loss counts for in the batch's: ``"samples"``; ``"tokens"``, the labels that
             are not ignored (-100); ``"auto"``, tokens if the batch has labels of which some are ignored, else samples;
             or a function of a micro-batch, or its dotted import path, that returns a weight.
-        optimizer_overlap: ``"off"``: the optimizer steps when all gradients are complete, as in a plain Trainer.
-            ``"exact"``: each parameter is updated in the background as soon as its own gradient is, while the backward
-            pass goes on; the same numbers. Where something needs all gradients before the update (clipping, loss
-            scaling, hooks that look at gradients, optimizers that can not step in parts) that is said once in the log,
-            and the optimizer steps afterwards.
+        optimizer_overlap: ``"exact"``: each parameter is updated in the background as soon as its own gradient is
+            complete, while the backward pass goes on, and what is left while the next forward pass begins, which waits
+            for each layer's update; the same numbers as with ``"off"``, where the optimizer steps when all gradients
+            are, as in a plain Trainer. Where something needs all gradients before the update (clipping, loss scaling,
+            hooks that look at gradients, optimizers that can not step in parts) that is said once in the log, and the
+            optimizer steps afterwards.
         workers_per_device: number of workers that share each device.
         split_rules: how to split named parts of a batch whose shape does not tell: key or path (patterns allowed) to
             the dim to split on, or ``"replicate"``.
@@ -130,7 +132,7 @@ class RoundPipeStrategy(ParallelStrategy):
         num_microbatches: int | str = "auto",
         units: str | list[str] = "auto",
         loss_weight: str | Callable[[Any], float] = "auto",
-        optimizer_overlap: str | bool = "off",
+        optimizer_overlap: str | bool = "exact",
         workers_per_device: int = 1,
         split_rules: dict[str, int | str] | None = None,
         gpu_memory_limit: float = 0.9,
@@ -229,6 +231,8 @@ class RoundPipeStrategy(ParallelStrategy):
         self._step_stats: StepStats | None = None
         self._manual_run: ManualRun | None = None
         self._told: set[str] = set()
+        self._steady: dict[int, bool] = {}
+        self._fence: UpdateFence | None = None
         self._model_signature: tuple[tuple[int, bool], ...] = ()
         self.poison_masters = False
 
@@ -356,6 +360,8 @@ class RoundPipeStrategy(ParallelStrategy):
             self._given_schedule = given_schedule(self._plan, self._replica_groups, self.num_workers, wanted)
         self.model = self.precision_plugin.convert_module(self.model)
         if fits:
+            self._steady.clear()
+            self._raise_fence(trainer)
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             self._check_optimizers(module)
@@ -367,6 +373,47 @@ class RoundPipeStrategy(ParallelStrategy):
         self._last_seed = self._base_seed  # For checkpoints that are saved after the fit.
         self._step_log = StepLog(module)
         self._executor = self._make_executor(module)
+
+    def _raise_fence(self, trainer: "Trainer") -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if self._fence is None:
+            self._fence = UpdateFence(self.finish_updates, self._wait_for_updates)
+        if self._fence not in callbacks:
+            callbacks.insert(0, self._fence)
+
+    def finish_updates(self) -> None:
+        """Wait until no optimizer step is under way: then weights, gradients and optimizer state are those after it.
+
+        Lightning's hooks need not call this. What runs in threads of its own does.
+
+        Raises:
+            BaseException: what the optimizer raised.
+        """
+        if self._executor is not None:
+            self._unwrap_zero_grad()
+            self._executor.finish_updates()
+
+    def _finish_and_zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.finish_updates()
+        self._module.zero_grad(*args, **kwargs)
+
+    def _unwrap_zero_grad(self) -> None:
+        if vars(self._module).get("zero_grad") == self._finish_and_zero_grad:
+            del vars(self._module)["zero_grad"]
+
+    def _wait_for_updates(self) -> None:
+        if self._executor is not None:
+            self._executor.wait_for_updates()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state after the last update."""
+        self.finish_updates()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
+        """The optimizer's state after the last update."""
+        self.finish_updates()
+        return super().optimizer_state(optimizer)
 
     def _make_executor(self, module: "LightningModule") -> Executor:
         assert self.parallel_devices is not None
@@ -498,8 +545,14 @@ class RoundPipeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """Drop the executor. May be called before `setup`, after an error, and twice."""
         if self._executor is not None:
+            self._unwrap_zero_grad()
             self._executor.close()
         self._executor = None
+        if self._fence is not None and self.lightning_module is not None:
+            callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+            if self._fence in callbacks:
+                callbacks.remove(self._fence)
+        self._fence = None
         self._planner = None
         self._step_log = None
         self._base_seed = None
@@ -523,17 +576,34 @@ class RoundPipeStrategy(ParallelStrategy):
         """
         if self._manual_run is not None:
             return self._step_inside_manual_run(self._manual_run, optimizer, closure, model, **kwargs)
-        if self._optimizer_overlap == "exact" and self._module.automatic_optimization:
+        # Poisoned masters (see `testing`) get their values back after the step.
+        if self._optimizer_overlap == "exact" and self._module.automatic_optimization and not self.poison_masters:
             reason = reason_against_overlap(self._module, optimizer, self.precision_plugin)
-            if reason is None:
-                return self._step_in_parts(optimizer, closure)
+            reaches = self._may_reach(optimizer)
+            if reason is None or reaches:
+                return self._step_in_parts(optimizer, closure, along=reason is None, reaches=reaches)
             if reason not in self._told:
                 self._told.add(reason)
                 rank_zero_info(f"The optimizer steps after the backward pass, not along with it, because {reason}.")
+        before = _group_values(optimizer)
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._weights_may_change()
+            self._steady[id(optimizer)] = before == _group_values(optimizer)
+
+    def _may_reach(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the update may go on after the step, into the next one's forward pass.
+
+        Nothing may look in between, and the optimizer must have been seen to leave its parameter groups alone, of which
+        the next step takes a snapshot.
+        """
+        return (
+            self._steady.get(id(optimizer), False)
+            and getattr(self.precision_plugin, "scaler", None) is None
+            and reason_against_parts(optimizer) is None
+            and not something_looks_between_steps(self._module)
+        )
 
     def _step_inside_manual_run(
         self, run: ManualRun, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
@@ -545,11 +615,16 @@ class RoundPipeStrategy(ParallelStrategy):
         finally:
             self._weights_may_change()
 
-    def _step_in_parts(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
-        trainer = self._module.trainer
-        accumulated = trainer.accumulate_grad_batches
+    def _step_in_parts(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *, along: bool, reaches: bool
+    ) -> Any:
+        """Step along with the backward pass, or into the next step, or both."""
+        assert self._executor is not None
+        accumulated = self._module.trainer.accumulate_grad_batches
+        before = _group_values(optimizer)
         stepper = PartialStepper(optimizer)
-        self._update = UpdateRequest(stepper, 1 / accumulated, fresh=self._starts_anew())
+        if along:
+            self._update = UpdateRequest(stepper, 1 / accumulated, self._starts_anew(), leaves_rest=reaches)
         try:
             # What `optimizer.step(closure)` of the precision plugin calls first: the closure, then the hooks.
             result = self.precision_plugin._wrap_closure(self._module, optimizer, closure)
@@ -557,6 +632,12 @@ class RoundPipeStrategy(ParallelStrategy):
             self._update = None
             if hooks_between_steps(self._module):
                 self._weights_may_change()
+        if reaches:
+            self._executor.update_later(stepper)
+            # Lightning clears gradients before a validation, ahead of any hook of ours.
+            vars(self._module)["zero_grad"] = self._finish_and_zero_grad
+        else:
+            self._steady[id(optimizer)] = before == _group_values(optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # For the schedulers, which patch `step` to see it.
         return result
 
@@ -733,6 +814,7 @@ class RoundPipeStrategy(ParallelStrategy):
                 on_glue=views.set_device,
                 update=self._update if trains else None,
             )
+        self._unwrap_zero_grad()
         views.carry_over()
         self._labels_shifted = objective.labels_shifted
         self._step_stats = result.stats
@@ -822,6 +904,14 @@ def _is_count(value: Any) -> bool:
 
 def _indexed(device: torch.device) -> torch.device:
     return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+
+
+def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyper-parameters in the parameter groups, by identity where they are tensors."""
+    return [
+        {name: id(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _listed(names: Sequence[str], limit: int = 5) -> str:

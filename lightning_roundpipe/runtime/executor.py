@@ -24,6 +24,8 @@ from lightning_roundpipe.runtime.lookup import installed
 from lightning_roundpipe.runtime.manual_run import ManualRun
 from lightning_roundpipe.runtime.microbatch_run import MicroBatchRun
 from lightning_roundpipe.runtime.objective import BatchObjective
+from lightning_roundpipe.runtime.partial_step import PartialStepper
+from lightning_roundpipe.runtime.pending import PendingStep
 from lightning_roundpipe.runtime.randomness import preserved_generators
 from lightning_roundpipe.runtime.stats import StepStats, TicketSpan
 from lightning_roundpipe.runtime.step import Abort, Objective, Step, StepFunction
@@ -133,6 +135,7 @@ class Executor:
         if self.compile_options is not None:
             self._compiled = CompiledUnits(self.units, self._traits, self.compile_options, self.warn_once)
         self._orders: dict[str, _Order] = {}
+        self._training_order: tuple[int, ...] = ()
         self._silent_buffers: set[tuple[int, str]] = set()
         self.writes_buffers = False
         self._manual_trace: list[int] = []
@@ -158,9 +161,40 @@ class Executor:
         """Run steps of ``kind``, whose order of calls is known, by another schedule from now on."""
         self._orders[kind] = _Order(self._orders[kind].units, schedule)
 
+    def update_later(self, stepper: PartialStepper) -> None:
+        """Take what is left of an optimizer step in the background, in the order in which the next step needs it."""
+        self.finish_updates()
+        places: dict[int, int] = {}
+        for unit in self._training_order:
+            for parameter in self.units[unit].parameters:
+                places.setdefault(id(parameter), len(places))
+        # What no unit owns comes first: user code may ask for it at once.
+        rest = sorted(stepper.remaining(), key=lambda parameter: places.get(id(parameter), -1))
+        self.store.pending = PendingStep(stepper, rest, self.store.refresh_parameters)
+        self.store.pending.start()
+
+    def finish_updates(self) -> None:
+        """Wait until no update is under way.
+
+        Raises:
+            BaseException: what the optimizer raised.
+        """
+        pending = self.store.pending
+        if pending is not None:
+            try:
+                pending.join()
+            finally:
+                self.store.pending = None
+
+    def wait_for_updates(self) -> None:
+        """Wait until no update is under way; an error is kept for `finish_updates`."""
+        if self.store.pending is not None:
+            self.store.pending.wait()
+
     def close(self) -> None:
         """Give all memory back; the model is an ordinary one again."""
         self._threads.close()
+        self.wait_for_updates()
         for worker in self.workers:
             worker.synchronize()
         self.store.close()
@@ -196,6 +230,9 @@ class Executor:
                 that names unit, stage, micro-batch and worker; or `KeyboardInterrupt` of the calling thread.
         """
         start = time.perf_counter()
+        if self._stale or not trains or self.poison_masters:
+            self.finish_updates()
+        before = self.store.pending
         count = len(num_samples)
         state = ThreadState.capture()
         abort = Abort()
@@ -203,7 +240,7 @@ class Executor:
         learned = self._orders.get(kind)
         probed = learned is None
         uses = UseCounter(count) if update is not None else None
-        updater = Updater(update, self.store) if update is not None else None
+        updater = Updater(update, self.store, before) if update is not None else None
 
         def make_step(schedule: Schedule, order: tuple[int, ...]) -> Step:
             return Step(
@@ -248,6 +285,8 @@ class Executor:
                 self.workers[0].clear()
                 self.writes_buffers |= trains and runs[0].writes_buffers
                 learned = self._orders[kind] = self._plan(runs[0].order, count, trains)
+            if trains:
+                self._training_order = learned.units
             schedule = learned.schedule.with_microbatches(count)
             if len(runs) < count:
                 step = make_step(schedule, learned.units)
@@ -260,6 +299,7 @@ class Executor:
                 self._relearn(kind, rest, trains)
             for worker in self.workers:
                 worker.land()
+            self.finish_updates()
             if updater is not None:
                 updater.finish()
             gradients = self.store.collect()
@@ -271,8 +311,9 @@ class Executor:
             start_s=start,
             stop_s=time.perf_counter(),
             probed=probed,
-            update_s=updater.update_s if updater is not None else 0.0,
-            update_exposed_s=updater.exposed_s if updater is not None else 0.0,
+            update_s=sum(part.update_s for part in (before, updater) if part is not None),
+            update_exposed_s=(before.waited_s / len(self.workers) if before is not None else 0.0)
+            + (updater.exposed_s if updater is not None else 0.0),
             spans=tuple(
                 TicketSpan(
                     worker.index,

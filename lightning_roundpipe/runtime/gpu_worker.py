@@ -78,6 +78,7 @@ class GpuWorker(Worker):
         self._d2h = torch.cuda.Stream(device)
         self._slots: OrderedDict[int, _Slot] = OrderedDict()
         self._wanted: set[int] = set()
+        self._now: list[WeightSlab] = []
         self._upcoming: list[WeightSlab] = []
         self._staging: Tensor | None = None
         self._in_flight: list[tuple[torch.cuda.Event, list[Tensor]]] = []
@@ -119,14 +120,19 @@ class GpuWorker(Worker):
             self._stage = stage
             now, later = self._homes(parameters), self._homes(upcoming)
             self._wanted = now.keys() | later.keys()
-            for home in now.values():
-                self._load(home)
+            self._now = list(now.values())
+            self._load_updated(self._now)
             self._upcoming = list(later.values())
             if comes_again:
                 return
-        for home in self._upcoming:
-            self._load(home)
+        self._load_updated(self._upcoming)
         self._upcoming.clear()
+
+    def _load_updated(self, homes: Iterable[WeightSlab]) -> None:
+        """Load ahead of need what no update is still to change."""
+        for home in homes:
+            if not self._store.is_pending(home.parameters):
+                self._load(home)
 
     def _homes(self, parameters: Iterable[Tensor]) -> dict[int, WeightSlab]:
         homes = map(self._store.slab, parameters)
@@ -136,11 +142,17 @@ class GpuWorker(Worker):
 
     def upload_weight(self, parameter: Tensor) -> Tensor:
         """A new copy of ``parameter`` on this worker."""
+        self._store.await_update([parameter])
         return self._store.weight(parameter).to(self.device, self._store.dtype_of(parameter))
 
     def weight(self, parameter: Tensor) -> Tensor:
         """This worker's copy of ``parameter``, uploaded if it is not there yet."""
-        slot = self._load(self._store.slab(parameter))
+        home = self._store.slab(parameter)
+        if self._store.is_pending(home.parameters):
+            self._store.await_update(home.parameters)
+            self._load(home)
+            self._load_updated(self._now)
+        slot = self._load(home)
         if not slot.awaited:
             self._compute.wait_event(slot.ready)
             slot.awaited = True
@@ -284,7 +296,7 @@ class GpuWorker(Worker):
         self._stage = -1
         self._sums.clear()
         self._wanted = set()
-        self._upcoming.clear()
+        self._now, self._upcoming = [], []
         self._in_flight.clear()
 
     def invalidate(self) -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.runtime.pending import PendingStep
 from lightning_roundpipe.runtime.slab import Slab
 from lightning_roundpipe.runtime.units import Unit
 from lightning_roundpipe.runtime.uses import UseCounter
@@ -119,6 +120,7 @@ class HostStore:
     _hidden: dict[int, Tensor] = field(default_factory=dict, init=False)
     _readers: list[tuple[Tensor, int, torch.cuda.Event | None]] = field(default_factory=list, init=False)
     uses: UseCounter | None = field(default=None, init=False)
+    pending: PendingStep | None = field(default=None, init=False)
     on_complete: Callable[[Tensor], None] | None = field(default=None, init=False)
     _fingerprints: dict[int, tuple[int, Tensor]] = field(default_factory=dict, init=False)
 
@@ -178,6 +180,8 @@ class HostStore:
                 ones are, by samples.
         """
         for home in self._homes():
+            if self.is_pending(home.parameters):
+                continue  # Its update will refresh it.
             changed = False
             for parameter in home.parameters:
                 changed |= (everything and parameter.requires_grad) or self._has_changed(parameter)
@@ -185,6 +189,17 @@ class HostStore:
                 for parameter, copy in home.copies:
                     copy.copy_(self.weight(parameter))
                 home.version += 1
+
+    def is_pending(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether any of ``parameters`` has not been updated yet by the optimizer step before."""
+        pending = self.pending
+        return pending is not None and any(map(pending.is_pending, parameters))
+
+    def await_update(self, parameters: Iterable[Tensor]) -> None:
+        """Wait until the optimizer step before has updated ``parameters``."""
+        if (pending := self.pending) is not None:
+            for parameter in parameters:
+                pending.await_update(parameter)
 
     def refresh_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Carry parameters that were just updated into their compute copies."""

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from lightning_roundpipe.runtime.host_store import HostStore
 from lightning_roundpipe.runtime.partial_step import PartialStepper
+from lightning_roundpipe.runtime.pending import PendingStep
 
 __all__ = ["UpdateRequest", "Updater"]
+
+_BATCH_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +26,13 @@ class UpdateRequest:
         stepper: the step.
         factor: factor on the gradients of the batch (1 / number of accumulated batches).
         fresh: whether ``.grad`` starts anew with the batch; otherwise it is added to.
+        leaves_rest: whether parameters that are not updated when the pipeline has ended are left to the caller.
     """
 
     stepper: PartialStepper
     factor: float
     fresh: bool
+    leaves_rest: bool = False
 
 
 class Updater:
@@ -36,14 +41,18 @@ class Updater:
     Args:
         request: the step.
         store: where gradients land; its compute copies are refreshed right behind the update.
+        after: a step that must end first.
 
     Attributes:
-        updated: parameters that were updated, with their complete gradients.
+        updated: parameters that were updated, or are left to be, with their complete gradients.
         update_s: time spent on updates, in seconds.
         exposed_s: part of it for which the step had to wait, in seconds.
     """
 
-    def __init__(self, request: UpdateRequest, store: HostStore) -> None:
+    def __init__(self, request: UpdateRequest, store: HostStore, after: PendingStep | None) -> None:
+        self._after = after
+        self._leaves_rest = request.leaves_rest
+        self._leaving = False
         self._stepper = request.stepper
         self._factor = request.factor
         self._fresh = request.fresh
@@ -66,18 +75,23 @@ class Updater:
             self._queue.put(parameter)
 
     def finish(self) -> None:
-        """Update what is left, and wait for the end.
+        """Update what is left, or complete its gradients if it is left to the caller, and wait for the end.
 
         Raises:
             BaseException: what the optimizer raised.
         """
         start = time.perf_counter()
+        self._leaving = self._leaves_rest
         self._queue.put(None)
         self._thread.join()
         if self._error is not None:
             raise self._error
-        self._update(self._stepper.remaining())
-        self._stepper.finish()
+        rest = self._stepper.remaining()
+        if self._leaves_rest:
+            self._complete(rest)
+        else:
+            self._update(rest)
+            self._stepper.finish()
         self.exposed_s = time.perf_counter() - start
 
     def abandon(self) -> None:
@@ -90,7 +104,9 @@ class Updater:
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         try:
-            while True:
+            if self._after is not None:
+                self._after.wait()
+            while not self._leaving:
                 parameters = self._next()
                 if parameters is None:
                     return
@@ -104,7 +120,8 @@ class Updater:
         if first is None:
             return None
         parameters = [first]
-        while not self._queue.empty():
+        # As many together as are there, within bounds: the end must not wait for too many.
+        while not self._queue.empty() and sum(parameter.numel() for parameter in parameters) < _BATCH_ELEMENTS:
             parameter = self._queue.get()
             if parameter is None:
                 self._queue.put(None)
@@ -112,8 +129,16 @@ class Updater:
             parameters.append(parameter)
         return parameters
 
-    @torch.no_grad()
     def _update(self, parameters: Iterable[Tensor]) -> None:
+        changed = self._complete(parameters)
+        start = time.perf_counter()  # Waiting for gradients is not updating.
+        self._stepper.step(changed)
+        self._store.refresh_parameters(changed)
+        self.update_s += time.perf_counter() - start
+
+    @torch.no_grad()
+    def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Give ``parameters`` their complete ``.grad``; those that have one."""
         changed = []
         for parameter in parameters:
             gradient = self._store.take_gradient(parameter)
@@ -127,7 +152,4 @@ class Updater:
             parameter.grad = gradient
             self.updated.append((parameter, gradient))
             changed.append(parameter)
-        start = time.perf_counter()  # Waiting for gradients is not updating.
-        self._stepper.step(changed)
-        self._store.refresh_parameters(changed)
-        self.update_s += time.perf_counter() - start
+        return changed

@@ -98,7 +98,8 @@ class Worker:
         for key in self._weights.keys() - wanted.keys():
             del self._weights[key]
         for parameter in wanted.values():
-            self.weight(parameter)
+            if not self._store.is_pending([parameter]):
+                self.weight(parameter)
 
     # ------------------------------------------------------------------ weights and buffers
 
@@ -111,6 +112,7 @@ class Worker:
 
     def upload_weight(self, parameter: Tensor) -> Tensor:
         """A new copy of ``parameter`` on this worker."""
+        self._store.await_update([parameter])
         return self._store.weight(parameter).to(self.device, self._store.dtype_of(parameter), copy=True)
 
     def forget_weights(self) -> None:

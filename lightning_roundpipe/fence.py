@@ -1,0 +1,98 @@
+"""What sees weights, gradients or optimizer state between steps waits for an update that is still under way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+__all__ = ["UpdateFence", "something_looks_between_steps"]
+
+_BETWEEN_STEPS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "optimizer_step",
+    "lr_scheduler_step",
+)
+"""Hooks that run after an update and before the next forward pass of training."""
+
+_BLIND = (
+    callbacks.DeviceStatsMonitor,
+    callbacks.EarlyStopping,
+    callbacks.GradientAccumulationScheduler,
+    callbacks.LearningRateMonitor,
+    callbacks.ModelCheckpoint,  # asks the strategy for the state
+    callbacks.ModelSummary,
+    callbacks.RichModelSummary,
+    callbacks.RichProgressBar,
+    callbacks.ThroughputMonitor,
+    callbacks.Timer,
+    callbacks.TQDMProgressBar,
+)
+"""Callbacks of Lightning that look at neither weights nor gradients nor optimizer state between steps."""
+
+
+def something_looks_between_steps(module: pl.LightningModule) -> bool:
+    """Whether user code, or a callback that may look at weights, runs between an update and the next forward pass."""
+    trainer: Any = module.trainer
+    seeing = [callback for callback in trainer.callbacks if not _is_blind(type(callback))]
+    owners: list[Any] = [module, *seeing]
+    return any(is_overridden(hook, owner) for owner in owners for hook in _BETWEEN_STEPS if hasattr(owner, hook))
+
+
+def _is_blind(callback: type[Callback]) -> bool:
+    return callback in _BLIND or callback.__module__.startswith("lightning_roundpipe.")
+
+
+class UpdateFence(Callback):
+    """Waits for the update before hooks run that are called less often than for every batch.
+
+    The strategy puts it before all other callbacks; Lightning calls callbacks before the module.
+
+    Args:
+        finish: waits until no update is under way, and raises what the optimizer raised.
+        wait: waits, and raises nothing.
+    """
+
+    def __init__(self, finish: Callable[[], None], wait: Callable[[], None]) -> None:
+        self._finish = finish
+        self._wait = wait
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait."""
+        self._finish()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait."""
+        self._finish()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait."""
+        self._finish()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait."""
+        self._finish()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait."""
+        self._finish()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait."""
+        self._finish()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Wait."""
+        self._finish()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Wait, and let the exception be the one that is seen."""
+        self._wait()

@@ -1,0 +1,115 @@
+"""An optimizer step that goes on after `training_step` has returned, into the next step's forward pass.
+
+It takes the parameters in the order in which the forward pass will need them, and whoever needs one waits for it: no
+weight is read before it is updated. Everything else that looks at parameters, gradients or optimizer state waits for
+the whole step (see `UpdateFence`).
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.runtime.partial_step import PartialStepper
+
+__all__ = ["PendingStep"]
+
+_BATCH_ELEMENTS = 2**24
+"""Parameters are updated together until they have so many elements: enough for all cores, and soon done."""
+
+
+class PendingStep:
+    """The rest of an optimizer step, in a thread of its own.
+
+    Args:
+        stepper: the step; its parameters have their complete ``.grad``.
+        parameters: what is left to be stepped, in the order in which it is needed.
+        refresh: carries parameters that were just updated into their compute copies.
+
+    Attributes:
+        update_s: time spent on updates so far, in seconds.
+        waited_s: time for which threads waited for a parameter so far, in seconds.
+
+    Threading: `await_update` and `is_pending` may be called from any thread.
+    """
+
+    def __init__(
+        self, stepper: PartialStepper, parameters: Sequence[Tensor], refresh: Callable[[Iterable[Tensor]], None]
+    ) -> None:
+        self._stepper = stepper
+        self._parameters = parameters
+        self._refresh = refresh
+        self._left = {id(parameter) for parameter in parameters}
+        self._progress = threading.Condition()
+        self._error: BaseException | None = None
+        self._num_threads = torch.get_num_threads()
+        self.update_s = 0.0
+        self.waited_s = 0.0
+        self._thread = threading.Thread(target=self._work, name="roundpipe-pending-step", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; `join` waits for its end."""
+        self._thread.start()
+
+    def is_pending(self, parameter: Tensor) -> bool:
+        """Whether ``parameter`` has not been updated yet."""
+        return id(parameter) in self._left
+
+    def await_update(self, parameter: Tensor) -> None:
+        """Wait until ``parameter`` has been updated."""
+        if id(parameter) not in self._left:
+            return
+        start = time.perf_counter()
+        with self._progress:
+            self._progress.wait_for(lambda: id(parameter) not in self._left)
+            self.waited_s += time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Wait for the end of the step, whatever comes of it."""
+        self._thread.join()
+
+    def join(self) -> None:
+        """Wait for the end of the step.
+
+        Raises:
+            BaseException: what the optimizer raised; once.
+        """
+        self.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _work(self) -> None:
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        try:
+            for batch in _batches(self._parameters):
+                start = time.perf_counter()
+                self._stepper.step(batch)
+                self._refresh(batch)
+                self.update_s += time.perf_counter() - start
+                self._done(batch)
+            self._stepper.finish()
+        except BaseException as error:  # raised by `join`
+            error.add_note("While updating parameters in the background, after the training step.")
+            self._error = error
+        finally:
+            self._done(self._parameters)
+
+    def _done(self, parameters: Iterable[Tensor]) -> None:
+        with self._progress:
+            self._left.difference_update(map(id, parameters))
+            self._progress.notify_all()
+
+
+def _batches(parameters: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    batch: list[Tensor] = []
+    for parameter in parameters:
+        batch.append(parameter)
+        if sum(member.numel() for member in batch) >= _BATCH_ELEMENTS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

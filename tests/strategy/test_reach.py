@@ -1,0 +1,226 @@
+"""An update may reach into the next step's forward pass; nobody sees weights, gradients or state before it is done."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, WeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.runtime.testing import executor_of
+
+
+class SlowAdam(torch.optim.Adam):
+    """Takes so long that the next forward pass begins before it is through."""
+
+    fails_at = -1
+
+    def step(self, closure: Any = None) -> Any:
+        """Sleep, then step."""
+        time.sleep(0.004)
+        if self.fails_at == int(next(iter(self.state.values()))["step"] if self.state else 0):
+            raise ArithmeticError("the optimizer fails")
+        return super().step(closure)
+
+
+class Stack(L.LightningModule):
+    """Layers, a loose parameter and a tied one; notes whether an update was under way when a step began."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = SlowAdam) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.layers[5].weight = self.layers[0].weight
+        self.optimizer = optimizer
+        self.overlapped: list[bool] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, RoundPipeStrategy):
+            self.overlapped.append(executor_of(strategy).store.pending is not None)
+        x = batch + self.shift
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        self.log("loss", loss := (x - 1).square().mean())
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        for layer in self.layers:
+            batch = layer(batch)
+        self.log("val", batch.square().mean())
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [self.shift], "lr": 0.05}, {"params": list(self.layers.parameters())}]
+        optimizer = self.optimizer(groups, lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+def fit(overlap: str, devices: int = 2, module: Stack | None = None, num_microbatches: int = 3, **flags: Any) -> Stack:
+    torch.manual_seed(0)
+    module = Stack() if module is None else module
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 3)
+    batches = [torch.randn(6, 8, generator=torch.Generator().manual_seed(step)) for step in range(8)]
+    loader = DataLoader(batches, batch_size=None)
+    flags = {"enable_checkpointing": False, "max_epochs": 2, **flags}
+    strategy = RoundPipeStrategy(num_microbatches=num_microbatches, optimizer_overlap=overlap)
+    flags = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, **flags}
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **flags)
+    trainer.fit(module, loader, loader if flags.get("val_check_interval") else None)
+    return module
+
+
+def assert_same_bits(one: Stack, other: Stack) -> None:
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+    states = [module.trainer.optimizers[0].state_dict()["state"] for module in (one, other)]
+    for key, state in states[0].items():
+        for name, value in state.items():
+            assert torch.equal(value, states[1][key][name]), (key, name)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_same_bits_on_any_number_of_workers(devices: int) -> None:
+    assert_same_bits(fit("off", 2), fit("exact", devices))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+     {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3},
+     {"val_check_interval": 3}],
+    ids=str,
+)  # fmt: skip
+def test_same_bits(flags: dict[str, Any]) -> None:
+    found = fit("exact", **flags)
+    assert any(found.overlapped), "no update reached into a step: the test shows nothing"
+    assert_same_bits(fit("off", **flags), found)
+    assert "zero_grad" not in vars(found)
+    assert not any(thread.name == "roundpipe-pending-step" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "AdamW", "Adagrad", "NAdam", "RAdam", "Adafactor", "Adamax"])
+def test_optimizers(name: str) -> None:
+    optimizer = getattr(torch.optim, name)
+    assert_same_bits(fit("off", module=Stack(optimizer)), fit("exact", module=Stack(optimizer)))
+
+
+def test_checkpoints_hold_a_finished_step(tmp_path: Path) -> None:
+    """Saved after every step, by a callback that the update need not wait for; resumed from in the middle."""
+    folders = {}
+    for overlap in ("off", "exact"):
+        saver = ModelCheckpoint(tmp_path / overlap, save_top_k=-1, every_n_train_steps=1, filename="{step}")
+        module = fit(overlap, callbacks=[saver], enable_checkpointing=True)
+        folders[overlap] = sorted((tmp_path / overlap).iterdir())
+        if overlap == "exact":
+            assert not any(module.overlapped)  # every step saves
+    assert len(folders["off"]) == len(folders["exact"]) == 16
+    for one, other in zip(*folders.values(), strict=True):
+        states = [torch.load(path, weights_only=True) for path in (one, other)]
+        assert all(
+            torch.equal(states[0]["state_dict"][name], states[1]["state_dict"][name])
+            for name in states[0]["state_dict"]
+        )
+
+
+class Looks(Callback):
+    """Notes sums of weights and moments in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        self.sums: list[float] = []
+        setattr(self, hook, self._look)
+
+    def _look(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        values = [parameter.detach().double().sum() for parameter in module.parameters()]
+        state = trainer.optimizers[0].state.values()
+        values += [value.double().sum() for entry in state for value in entry.values()]
+        self.sums.append(float(torch.stack(values).sum()))
+
+
+HOOKS = (
+    "on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_validation_start",
+    "on_validation_end", "on_train_end", "on_fit_end", "on_before_zero_grad", "on_before_optimizer_step",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_callbacks_see_finished_steps(hook: str) -> None:
+    sums = []
+    for overlap in ("off", "exact"):
+        # A class of its own: Lightning looks for overridden methods there.
+        looking = type("Looking", (Looks,), {hook: lambda self, *args: self._look(*args)})("unused")
+        fit(overlap, callbacks=[looking], val_check_interval=3)
+        sums.append(looking.sums)
+    assert sums[0] and sums[0] == sums[1]
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end", "on_train_end"]
+)
+def test_hooks_of_the_module_see_finished_steps(hook: str) -> None:
+    sums: dict[str, list[float]] = {"off": [], "exact": []}
+    for overlap, seen in sums.items():
+
+        def look(self: Stack, *args: Any, seen: list[float] = seen) -> None:
+            seen.append(float(sum(parameter.detach().double().sum() for parameter in self.parameters())))
+
+        fit(overlap, module=type("Looking", (Stack,), {hook: look})(), val_check_interval=3)
+    assert sums["off"] and sums["off"] == sums["exact"]
+
+
+def test_averages_and_monitors(tmp_path: Path) -> None:
+    """An average of the weights after every step, which looks in between; a monitor of the rate, which does not."""
+    averages = []
+    for overlap in ("off", "exact"):
+        averaging = WeightAveraging(use_buffers=False)
+        fit(overlap, callbacks=[averaging])
+        averages.append(averaging._average_model.state_dict())  # type: ignore[union-attr]
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
+    module = fit("exact", callbacks=[LearningRateMonitor()], logger=L.pytorch.loggers.CSVLogger(tmp_path))
+    assert any(module.overlapped)
+
+
+def test_errors_of_the_optimizer_are_raised() -> None:
+    module = Stack()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlowAdam, "fails_at", 4)
+        with pytest.raises(ArithmeticError, match="the optimizer fails") as raised:
+            fit("exact", module=module)
+    assert any("in the background" in note for note in raised.value.__notes__)
+    assert_same_bits(fit("off"), fit("exact"))
+
+
+def test_errors_of_the_step_win() -> None:
+    class Failing(Stack):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 4:
+                raise KeyError("the step fails")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(KeyError, match="the step fails"):
+        fit("exact", module=Failing())
+
+
+def test_frozen_and_unfrozen_between_epochs() -> None:
+    class Unfreezing(Stack):
+        def on_train_epoch_start(self) -> None:
+            self.layers[2].requires_grad_(self.current_epoch == 1)
+
+    assert_same_bits(fit("off", module=Unfreezing()), fit("exact", module=Unfreezing()))
+
+
+def test_the_account() -> None:
+    """Update time is that of the updates that ran; what was waited for is no longer than that."""
+    module = fit("exact")
+    stats = module.trainer.strategy.step_stats  # type: ignore[attr-defined]
+    assert stats.update_s > 0.004
+    assert stats.update_exposed_s >= 0
