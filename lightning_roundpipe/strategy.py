@@ -31,6 +31,7 @@ from lightning_roundpipe.overlap import (
 )
 from lightning_roundpipe.plan.files import save_schedule
 from lightning_roundpipe.plan.schedule import Schedule
+from lightning_roundpipe.plan.timeline import Timeline
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.publish import add_gradients, publish_gradients
 from lightning_roundpipe.quantised import refuse_hidden_quantisation
@@ -686,6 +687,20 @@ class RoundPipeStrategy(ParallelStrategy):
         if self._schedule is None:
             raise PlanError("There is no plan before the first training step, which finds the order of calls.")
         save_schedule(self._schedule, os.fspath(path))
+
+    @property
+    def worker_devices(self) -> tuple[torch.device, ...]:
+        """The device of every worker; none outside of fits and evaluations."""
+        return () if self._executor is None else tuple(self._executor.devices)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory that is in use for streaming, in bytes."""
+        return 0 if self._executor is None else self._executor.store.pinned_bytes
+
+    def predicted_timeline(self) -> Timeline | None:
+        """What the simulator says of the schedule of training steps; None until costs of calls have been measured."""
+        return None if self._planner is None else self._planner.predicted_timeline()
 
     @property
     def num_workers(self) -> int:

@@ -327,6 +327,7 @@ class Executor:
                 for run in runs
                 for worker, stage, begin, end, call_starts in run.spans
             ),
+            transfers=tuple(span for worker in self.workers for span in worker.transfer_spans()),
         )
         return StepResult(
             outputs=[run.output for run in runs],
@@ -423,7 +424,7 @@ class Executor:
         return _Order(tuple(order), make([self._call_size(self.units[unit]) for unit in order], num_microbatches))
 
     def _call_size(self, unit: Unit) -> CallCost:
-        uploaded = sum(p.numel() * self.store.uploaded_dtype(p).itemsize for p in unit.parameters)
+        uploaded = sum(self.store.uploaded_bytes(p) for p in unit.parameters)
         landed = sum(tensor_bytes(p) for p in unit.parameters if p.requires_grad)
         return CallCost(forward_s=0.0, backward_s=0.0, weight_bytes=uploaded, gradient_bytes=landed)
 

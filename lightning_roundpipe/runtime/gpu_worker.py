@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_roundpipe.plan.timeline import Lane
 from lightning_roundpipe.runtime.host_store import HostStore, LandedSum, UsePlace, WeightSlab
 from lightning_roundpipe.runtime.units import tensor_bytes
 from lightning_roundpipe.runtime.worker import Mark, Worker
@@ -98,6 +99,7 @@ class GpuWorker(Worker):
 
     def begin_step(self) -> None:
         """Start the clock of `seconds` anew: events count in single precision."""
+        super().begin_step()
         self._compute.synchronize()
         self._epoch, self._epoch_s = self._event(self._compute), time.perf_counter()
 
@@ -169,12 +171,15 @@ class GpuWorker(Worker):
         num_elements = home.slab.num_bytes // home.slab.dtype.itemsize
         self._make_room(num_elements * target.itemsize)
         # Slots outlive an evaluation: they must not be inference tensors.
+        start = self._event(self._h2d)
         with torch.inference_mode(False), torch.cuda.stream(self._h2d):
             flat = torch.empty(num_elements, dtype=target, device=self.device)
             self._upload(home.slab.flat.view(home.slab.dtype), flat)
             tensors = home.slab.views_of(flat)
         weights = dict(zip(map(id, home.parameters), tensors, strict=True))
-        slot = _Slot(flat, home, home.version, weights, self._event(self._h2d, timing=False))
+        ready = self._event(self._h2d)
+        self.transfers.append((Lane.H2D, start, ready, home.slab.payload_bytes))
+        slot = _Slot(flat, home, home.version, weights, ready)
         self._slots[id(home)] = slot
         return slot
 
@@ -258,11 +263,13 @@ class GpuWorker(Worker):
             ready.append((parameter, place, total.to(parameter.dtype)))
         self._d2h.wait_event(self._event(self._compute, timing=False))
         landings = []
+        start = self._event(self._d2h)
         with torch.cuda.stream(self._d2h):
             for parameter, _, total in ready:
                 landings.append(self._store.landing(parameter, self.index, overwrite_grad=self.overwrites_grad))
                 landings[-1].copy_(total, non_blocking=True)
         event = self._hold([total for _, _, total in ready])
+        self.transfers.append((Lane.D2H, start, event, sum(tensor_bytes(total) for _, _, total in ready)))
         for (parameter, place, _), landing in zip(ready, landings, strict=True):
             self._store.land(parameter, place, landing, event)
         self._close_sums()
@@ -280,7 +287,7 @@ class GpuWorker(Worker):
     def _hold(self, tensors: list[Tensor]) -> torch.cuda.Event:
         """Keep ``tensors`` until the download stream is past this point."""
         self._in_flight = [(event, held) for event, held in self._in_flight if not event.query()]
-        event = self._event(self._d2h, timing=False)
+        event = self._event(self._d2h)
         self._in_flight.append((event, tensors))
         return event
 

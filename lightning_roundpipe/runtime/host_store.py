@@ -136,6 +136,10 @@ class HostStore:
         """The dtype in which ``parameter`` crosses the link."""
         return parameter.dtype if parameter.requires_grad else self.dtype_of(parameter)
 
+    def uploaded_bytes(self, parameter: Tensor) -> int:
+        """The bytes that cross the link when ``parameter`` is uploaded."""
+        return parameter.numel() * self.uploaded_dtype(parameter).itemsize
+
     def adopt(self, root: nn.Module, units: Sequence[Unit]) -> None:
         """Decide how parameters compute, and lay out in pinned slabs what GPUs read.
 

@@ -19,7 +19,7 @@ from lightning_roundpipe.plan.picture import plan_as_text, timeline_as_text
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.search import better_choice, judge
 from lightning_roundpipe.plan.stages import Plan, Stage, StageKind
-from lightning_roundpipe.plan.timeline import Lane
+from lightning_roundpipe.plan.timeline import Lane, Timeline
 from lightning_roundpipe.runtime.measurements import host_bytes_per_s, link_bytes_per_s
 from lightning_roundpipe.runtime.stats import StepStats
 
@@ -177,6 +177,12 @@ class TrainingPlanner:
             + (f"\n{self._picture()}" if self._show else "")
         )
         return self.schedule
+
+    def predicted_timeline(self) -> Timeline | None:
+        """What the simulator says of the schedule in use; None until costs have been measured."""
+        if self.schedule is None or self._measured is None:
+            return None
+        return judge(self.schedule, self._measured.costs, self._machine_now()).timeline
 
     def _machine_now(self) -> Machine:
         if self._machine is None:

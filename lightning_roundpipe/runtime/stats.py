@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import StageKind
+from lightning_roundpipe.plan.timeline import Bubble, Lane, Span, Timeline, TransferSpan
 
 __all__ = ["StepStats", "TicketSpan"]
 
@@ -52,6 +53,7 @@ class StepStats:
         update_s: time spent on updates while the step ran, in seconds (0 where the optimizer steps afterwards).
         update_exposed_s: the part of it for which the step had to wait, in seconds.
         spans: the tickets that ran.
+        transfers: uploads of weights and downloads of gradients, in seconds of `time.perf_counter`.
     """
 
     schedule: Schedule
@@ -60,6 +62,7 @@ class StepStats:
     stop_s: float
     probed: bool
     spans: tuple[TicketSpan, ...] = field(repr=False)
+    transfers: tuple[TransferSpan, ...] = field(default=(), repr=False)
     update_s: float = 0.0
     update_exposed_s: float = 0.0
 
@@ -83,3 +86,43 @@ class StepStats:
         """1 - (busy time of all workers) / (number of workers x window); NaN for a step without tickets."""
         available = self.schedule.num_workers * self.window_s
         return 1.0 - sum(self.busy_s) / available if available > 0 else math.nan
+
+    def moved_bytes(self, lane: Lane) -> tuple[int, ...]:
+        """For every worker the bytes that crossed its link in one direction."""
+        moved = [0] * self.schedule.num_workers
+        for transfer in self.transfers:
+            if transfer.lane is lane:
+                moved[transfer.worker] += int(transfer.num_bytes)
+        return tuple(moved)
+
+    def link_busy_s(self, lane: Lane) -> tuple[float, ...]:
+        """For every worker the time in which its link was moving something in one direction, in seconds."""
+        busy, reached = [0.0] * self.schedule.num_workers, [-math.inf] * self.schedule.num_workers
+        for transfer in sorted(self.transfers, key=lambda transfer: transfer.start):
+            if transfer.lane is lane:
+                worker = transfer.worker
+                busy[worker] += max(0.0, transfer.stop - max(transfer.start, reached[worker]))
+                reached[worker] = max(reached[worker], transfer.stop)
+        return tuple(busy)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The step as the simulator gives it, in seconds from its first ticket or transfer.
+
+        A ticket is ready when the micro-batch has been through the stage before.
+        """
+        begin = min((span.start_s for span in self.spans), default=0.0)
+        ends = {(span.microbatch, span.stage): span.stop_s for span in self.spans}
+        spans = []
+        for span in sorted(self.spans, key=lambda span: (span.worker, span.start_s)):
+            earlier = [ends[span.microbatch, stage] for stage in range(span.stage) if (span.microbatch, stage) in ends]
+            ready = min(max(earlier, default=begin), span.start_s)
+            times = (span.start_s - begin, span.stop_s - begin, ready - begin)
+            spans.append(Span(span.worker, 0, span.stage, span.microbatch, *times))
+        transfers = [t._replace(start=t.start - begin, stop=t.stop - begin) for t in self.transfers]
+        return Timeline(self.schedule.num_workers, spans, transfers, (self.window_s,))
+
+    @property
+    def bubble(self) -> Bubble:
+        """The bubble ratio and its split, over the window."""
+        return self.timeline.bubble((0.0, self.window_s))

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_roundpipe.plan.timeline import Lane, TransferSpan
 from lightning_roundpipe.runtime.host_store import HostStore, UsePlace
+from lightning_roundpipe.runtime.units import tensor_bytes
 
 __all__ = ["Mark", "Worker", "as_gradient_sum"]
 
@@ -46,6 +48,7 @@ class Worker:
         holds_inputs: whether inputs of calls may stay on the device for their backward, because that runs here, too.
         overwrites_grad: whether a landing gradient may take the place of a parameter's ``.grad``.
         weight_budget_bytes: memory for weights.
+        transfers: of the step so far: direction, marks of start and end, and bytes.
     """
 
     def __init__(self, index: int, device: torch.device, store: HostStore) -> None:
@@ -54,6 +57,7 @@ class Worker:
         self.holds_inputs = False
         self.overwrites_grad = True
         self.weight_budget_bytes = math.inf
+        self.transfers: list[tuple[Lane, Mark, Mark, int]] = []
         self._store = store
         self._stage = -1
         # Every value holds the host tensor of its key, so that an `id` is not given to another tensor meanwhile.
@@ -71,6 +75,7 @@ class Worker:
 
     def begin_step(self) -> None:
         """Get ready for a step."""
+        self.transfers.clear()
 
     def mark(self) -> Mark:
         """This moment."""
@@ -107,7 +112,10 @@ class Worker:
         """This worker's copy of ``parameter``, uploaded if it is not there yet."""
         entry = self._weights.get(id(parameter))
         if entry is None:
+            self._store.await_update([parameter])
+            start = self.mark()
             entry = self._weights[id(parameter)] = parameter, self.upload_weight(parameter)
+            self.transfers.append((Lane.H2D, start, self.mark(), self._store.uploaded_bytes(parameter)))
         return entry[1]
 
     def upload_weight(self, parameter: Tensor) -> Tensor:
@@ -182,8 +190,17 @@ class Worker:
     def land(self) -> None:
         """Send the gradient sums to the host."""
         for (_, place), (parameter, total) in self._sums.items():
+            start = self.mark()
             self._store.land(parameter, place, total)
+            self.transfers.append((Lane.D2H, start, self.mark(), tensor_bytes(parameter)))
         self._close_sums()
+
+    def transfer_spans(self) -> list[TransferSpan]:
+        """The transfers of the step, when all have ended."""
+        return [
+            TransferSpan(lane, self.index, self.seconds(start), self.seconds(stop), num_bytes)
+            for lane, start, stop, num_bytes in self.transfers
+        ]
 
     def _close_sums(self) -> None:
         parameters = [parameter for parameter, _ in self._sums.values()]
