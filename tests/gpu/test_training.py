@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe import RoundPipePrecision, RoundPipeStrategy
 from tests.helpers.equivalence import TrainResult, assert_results_close, train
 from tests.helpers.models import CASES, Block, Case, seeded
 
@@ -171,3 +171,24 @@ def test_compiled_units(overlap: str) -> None:
     case = CASES["qwen3_tied"]
     found = fit(case, RoundPipeStrategy(num_microbatches=3, compile_units=True, optimizer_overlap=overlap))
     assert_results_close(fit(case), found, rtol=1e-4)
+
+
+@pytest.mark.parametrize("flags", [{}, {"gradient_clip_val": 0.1}], ids=str)
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("half_weights", [False, True])
+def test_updates_that_reach_into_the_next_step(workers: int, flags: dict[str, Any], half_weights: bool) -> None:
+    states = []
+    for overlap in ("off", "exact"):
+        torch.manual_seed(0)
+        module = UsedThrice()
+        module.configure_optimizers = lambda module=module: torch.optim.AdamW(module.parameters(), lr=1e-3)  # type: ignore[misc]
+        batches = [torch.randn(16, 64, generator=torch.Generator().manual_seed(step)) for step in range(12)]
+        strategy = RoundPipeStrategy(num_microbatches=4, workers_per_device=workers, optimizer_overlap=overlap)
+        plugins = [RoundPipePrecision("bf16-mixed", half_weights=True)] if half_weights else []
+        trainer = L.Trainer(
+            accelerator="gpu", devices=1, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, plugins=plugins, **flags,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        states.append(module.state_dict())
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
