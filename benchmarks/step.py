@@ -103,7 +103,7 @@ class RandomTokens(Dataset[Tensor]):
         return self.tokens[index]
 
 
-class StepClock(L.Callback):
+class StepClock:
     """Time from the end of one batch to the end of the next, with everything that Lightning does in between."""
 
     def __init__(self, profiled_step: int | None = None) -> None:
@@ -113,8 +113,8 @@ class StepClock(L.Callback):
         self.losses: list[float] = []
         self.parts: list[dict[str, float]] = []
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.profiled_step:
+    def begin(self, step: int) -> None:
+        if step == self.profiled_step:
             activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
             self.profiler = torch.profiler.profile(activities=activities)
             self.profiler.__enter__()
@@ -141,14 +141,12 @@ class StepClock(L.Callback):
             "longest": {name: round(ms, 1) for name, ms in longest},
         }  # fmt: skip
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def end(self, loss: Any, stats: Any) -> None:
         if self.profiler is not None and len(self.ends) == self.profiled_step:
+            torch.cuda.synchronize()
             self.profiler.__exit__(None, None, None)
         self.ends.append(time.perf_counter())
-        self.losses.append(float(outputs["loss"]))
-        stats = getattr(trainer.strategy, "step_stats", None)
+        self.losses.append(float(loss))
         if stats is not None:
             self.parts.append(
                 {
@@ -162,9 +160,19 @@ class StepClock(L.Callback):
 
 
 class PlannedStrategy(RoundPipeStrategy):
-    """Runs a plan given on the command line."""
+    """Runs a plan given on the command line, and tells a clock of every step.
+
+    Not a callback does that: an update waits for callbacks that may look at weights.
+    """
 
     plan: str | None = None
+    clock: StepClock
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.clock.begin(len(self.clock.ends))
+        loss = super().training_step(*args, **kwargs)
+        self.clock.end(loss, self.step_stats)
+        return loss
 
     def _make_executor(self, module: L.LightningModule) -> Any:
         executor = super()._make_executor(module)
@@ -184,14 +192,14 @@ def run_roundpipe(args: argparse.Namespace) -> dict[str, Any]:
         compile_units=args.compile,
     )
     strategy.plan = args.plan
-    clock = StepClock(profiled_step=args.warmup if args.profile else None)
+    clock = strategy.clock = StepClock(profiled_step=args.warmup if args.profile else None)
     lora = args.model.endswith("lora")
     plugins = [] if lora else [RoundPipePrecision("bf16-mixed", half_weights=True)]
     trainer = L.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=1, strategy=strategy, plugins=plugins, precision="bf16-mixed" if lora else None,
-        max_steps=args.steps + args.warmup, callbacks=[clock], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_steps=args.steps + args.warmup, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=args.clip,
     )  # fmt: skip
     trainer.fit(LanguageModel(args.model, "cpu", args.compile), loader(args))
     parts = clock.parts[args.warmup :]
@@ -215,7 +223,8 @@ def run_in_memory(args: argparse.Namespace) -> dict[str, Any]:
             total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        clock.on_train_batch_end(argparse.Namespace(strategy=None), None, {"loss": total})
+        torch.cuda.synchronize()
+        clock.end(total, None)
     return summary(args, clock)
 
 
@@ -252,7 +261,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--memory-gib", type=float, default=0.0, help="cap of the allocator; 0 for none")
     parser.add_argument("--workers-per-device", type=int, default=1)
-    parser.add_argument("--overlap", choices=["off", "exact"], default="off")
+    parser.add_argument("--overlap", choices=["off", "exact"], default="exact")
+    parser.add_argument("--clip", type=float, help="clip gradients to this norm")
     parser.add_argument("--compile", action="store_true", help="compile units and the loss")
     parser.add_argument("--profile", action="store_true", help="profile the first step after the warm-up")
     parser.add_argument("--plan", help="calls in forward stages | fused stage and backward stages, e.g. 10-10|10-8-8-4")

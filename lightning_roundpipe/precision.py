@@ -137,6 +137,13 @@ class _RoundPipeMixed(RoundPipePrecision, MixedPrecision):
             return None
         return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
 
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Clip; a fused optimizer stands in the way only where there is a loss scale for it to take out."""
+        if self.scaler is None:
+            Precision.clip_gradients(self, optimizer, *args, **kwargs)
+        else:
+            super().clip_gradients(optimizer, *args, **kwargs)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the scaler also under the name by which Lightning's own plugin finds it."""
         if self.scaler is not None:

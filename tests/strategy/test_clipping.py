@@ -107,3 +107,17 @@ def test_nonfinite_norm_raises_before_the_update() -> None:
         trainer.fit(module, BatchDealer(residual_batches()))
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_fused_optimizers_are_clipped_without_a_loss_scale() -> None:
+    """Lightning refuses that for every mixed precision, though only a loss scale would be in the way."""
+
+    def fit(fused: bool) -> dict[str, Tensor]:
+        module = seeded(lambda: Residual(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, fused=fused)))
+        strategy = RoundPipeStrategy(num_microbatches=2)
+        trainer_for(strategy, 2, precision="bf16-mixed", gradient_clip_val=0.1).fit(
+            module, BatchDealer(residual_batches())
+        )
+        return module.state_dict()
+
+    torch.testing.assert_close(fit(fused=True), fit(fused=False), rtol=1e-3, atol=1e-4)
