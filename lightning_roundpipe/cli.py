@@ -1,4 +1,4 @@
-"""The command line: ``lightning-roundpipe simulate``, ``plan`` and ``doctor``.
+"""The command line: ``lightning-roundpipe simulate``, ``plan``, ``doctor`` and ``export``.
 
 The first two predict; none of them needs a GPU.
 """
@@ -363,10 +363,45 @@ def _doctor(options: "Namespace") -> _Answer:
     return doctor.report(checkup), doctor.rows(checkup), "\n".join(text)
 
 
+# export
+
+
+def _add_export_arguments(parser: "ArgumentParser") -> None:
+    add = parser.add_argument
+    add("--checkpoint", type=str, required=True, help="a Lightning checkpoint: a file, or the folder of a sharded one")
+    add("--model", type=str, required=True, help="folder with the config.json, and with weights that were frozen")
+    add("--output", type=str, required=True, help="folder to write")
+    add("--prefix", type=str | None, default=None, help="of the model's keys in the checkpoint; default: found")
+    add("--dtype", type=str, default="stored", help="stored, float32, bfloat16 or float16")
+    add("--max-shard-size", type=str, default="5GB", help="size of a file")
+    add("--trusted", action="store_true", help="read checkpoints that hold objects: doing so may run code")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _export(options: "Namespace") -> _Answer:
+    import torch
+
+    from lightning_roundpipe.export import export_checkpoint
+
+    name = _one_of("dtype", options.dtype, ["stored", "float32", "bfloat16", "float16"])
+    prefix = export_checkpoint(
+        options.checkpoint,
+        options.model,
+        options.output,
+        prefix=options.prefix,
+        trusted=options.trusted,
+        dtype=None if name == "stored" else getattr(torch, name),
+        max_shard_size=options.max_shard_size,
+    )
+    report = {"folder": options.output, "prefix": prefix, "dtype": name}
+    return report, report, ""
+
+
 _COMMANDS: dict[str, tuple[Callable[["ArgumentParser"], None], Callable[["Namespace"], _Answer], str]]
 _COMMANDS = {
     "simulate": (_add_simulate_arguments, _simulate, "Simulate a step from the times of layers."),
     "plan": (_add_plan_arguments, _plan, "Say whether a model fits, how fast it trains, and what limits it."),
+    "export": (_add_export_arguments, _export, "Turn a Lightning checkpoint into a Hugging Face one."),
     "doctor": (_add_doctor_arguments, _doctor, "Measure this machine and say what is wrong with it for streaming."),
 }
 

@@ -5,7 +5,15 @@ A wrong argument raises plain ``ValueError`` or ``TypeError``, a conflict betwee
 the cases below.
 """
 
-__all__ = ["BatchSplitError", "PlanError", "RoundPipeError", "RoundPipeInternalError", "UnsupportedUseError"]
+__all__ = [
+    "BatchSplitError",
+    "HostMemoryError",
+    "PlanError",
+    "RoundPipeError",
+    "RoundPipeInternalError",
+    "UnsupportedUseError",
+    "WeightFileError",
+]
 
 
 class RoundPipeError(Exception):
@@ -18,6 +26,14 @@ class PlanError(RoundPipeError, ValueError):
 
 class BatchSplitError(RoundPipeError, ValueError):
     """A batch cannot be cut into micro-batches, or only by a guess; the message names the part and the rule to add."""
+
+
+class HostMemoryError(RoundPipeError, MemoryError):
+    """Training would need more host memory than there is; the message lists what needs how much, and what helps."""
+
+
+class WeightFileError(RoundPipeError, ValueError):
+    """Files with weights are not there, are damaged, or are not those of the model; the message names file and key."""
 
 
 class UnsupportedUseError(RoundPipeError, RuntimeError):

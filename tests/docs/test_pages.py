@@ -31,7 +31,7 @@ def inline_code(page: Path) -> Iterator[str]:
 def known_options() -> dict[str, str]:
     """The help of every command."""
     texts = {}
-    for command in ("simulate", "plan", "doctor"):
+    for command in ("simulate", "plan", "doctor", "export"):
         written = io.StringIO()
         with pytest.raises(SystemExit), redirect_stdout(written):
             main([command, "--help"])
