@@ -1,12 +1,12 @@
 """Hugging Face checkpoints (sharded safetensors, a configuration) from a module or from a Lightning checkpoint."""
 
 import os
-import pickle
 import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def weights_of(checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> 
     else:
         try:
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=not trusted)
-        except pickle.UnpicklingError as error:
+        except UnpicklingError as error:
             raise ValueError(
                 f"The checkpoint {path} holds objects besides tensors, which only code can make. If you trust where it"
                 " comes from, pass `trusted=True` (`--trusted` on the command line)."

@@ -33,9 +33,13 @@ def found_in(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] in BANNED_MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in BANNED_MODULES:
-            yield node.module
+            if any(not alias.name.endswith("Error") for alias in node.names):
+                yield node.module
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in BANNED_CALLS:
-            yield ast.unparse(node.func)
+            # What may be loaded besides tensors is for the caller to say, in so many words.
+            said = [keyword.value for keyword in node.keywords if keyword.arg == "weights_only"]
+            if not (said and ast.unparse(node.func) == "torch.load" and ast.unparse(said[0]) != "False"):
+                yield ast.unparse(node.func)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "lightning_roundpipe").rglob("*.py")), ids=lambda path: path.name)
@@ -47,8 +51,10 @@ def test_source(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["import pickle", "from http.client import HTTPConnection", "os.system('ls')", "exec(x)"]
-)
+    "line",
+    ["import pickle", "from http.client import HTTPConnection", "os.system('ls')", "exec(x)", "torch.load(path)",
+     "torch.load(path, weights_only=False)"],
+)  # fmt: skip
 def test_what_is_banned_is_found(line: str) -> None:
     assert list(found_in(ast.parse(line)))
 
