@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from lightning_roundpipe.chunked_loss import KERNELS, chunked_causal_lm_loss, liger_is_installed
 from lightning_roundpipe.exceptions import PlanError
 from lightning_roundpipe.fence import UpdateFence, something_looks_between_steps
+from lightning_roundpipe.fused_kernels import FusedKernels
 from lightning_roundpipe.module_view import ModuleViews
 from lightning_roundpipe.overlap import (
     clears_or_reads_spent_gradients,
@@ -233,6 +234,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._manual_run: ManualRun | None = None
         self._told: set[str] = set()
         self._steady: dict[int, bool] = {}
+        self._fused = FusedKernels()
         self._fence: UpdateFence | None = None
         self._model_signature: tuple[tuple[int, bool], ...] = ()
         self.poison_masters = False
@@ -366,6 +368,7 @@ class RoundPipeStrategy(ParallelStrategy):
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             self._check_optimizers(module)
+            self._choose_kernels()
         self.setup_precision_plugin()
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.device = self.root_device.type
@@ -374,6 +377,11 @@ class RoundPipeStrategy(ParallelStrategy):
         self._last_seed = self._base_seed  # For checkpoints that are saved after the fit.
         self._step_log = StepLog(module)
         self._executor = self._make_executor(module)
+
+    def _choose_kernels(self) -> None:
+        # With a loss scale, fused kernels take it out of the gradients themselves, and clipping is refused.
+        if self._module.automatic_optimization and getattr(self.precision_plugin, "scaler", None) is None:
+            self._fused.choose(self._module, self.optimizers)
 
     def _raise_fence(self, trainer: "Trainer") -> None:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -414,7 +422,7 @@ class RoundPipeStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
         """The optimizer's state after the last update."""
         self.finish_updates()
-        return super().optimizer_state(optimizer)
+        return self._fused.hide(optimizer, super().optimizer_state(optimizer))
 
     def _make_executor(self, module: "LightningModule") -> Executor:
         assert self.parallel_devices is not None
@@ -529,6 +537,7 @@ class RoundPipeStrategy(ParallelStrategy):
         """Load optimizer states; they stay on the host, with the weights."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
+        self._choose_kernels()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write an ordinary Lightning checkpoint, and the base of the step's randomness with it."""
