@@ -242,25 +242,26 @@ class GpuWorker(Worker):
 
     # ------------------------------------------------------------------ gradients
 
-    def land(self) -> None:
-        """Send the gradient sums to the host, beside the computation that goes on."""
-        if not self._sums:
+    def land(self, place: UsePlace | None = None) -> None:
+        """Send gradient sums to the host, beside the computation that goes on."""
+        sums = self._take_sums(place)
+        if not sums:
             return
         totals: dict[tuple[int, int | UsePlace], tuple[Tensor, UsePlace, Tensor]] = {}
-        for (key, place), (parameter, total) in sorted(self._sums.items(), key=lambda item: item[0][1], reverse=True):
-            into = place.group if self._store.may_merge(parameter) else place
-            known = totals.get((key, into))
-            totals[key, into] = parameter, place, total if known is None else known[2] + total
+        for parameter, at, total in sorted(sums, key=lambda item: item[1], reverse=True):
+            into = at.group if self._store.may_merge(parameter) else at
+            known = totals.get((id(parameter), into))
+            totals[id(parameter), into] = parameter, at, total if known is None else known[2] + total
         ready = []
-        for parameter, place, total in totals.values():
+        for parameter, at, total in totals.values():
             if total.is_sparse:
-                self._store.land(parameter, place, total.cpu())
+                self._store.land(parameter, at, total.cpu())
                 continue
             if self._store.may_merge(parameter):
-                for landed in self._store.take_landed(parameter, place.group, self.index):
+                for landed in self._store.take_landed(parameter, at.group, self.index):
                     # A tied weight: adding up on the GPU is cheaper than on the host.
                     total = self._bring_back(landed) + total
-            ready.append((parameter, place, total.to(parameter.dtype)))
+            ready.append((parameter, at, total.to(parameter.dtype)))
         self._d2h.wait_event(self._event(self._compute, timing=False))
         landings = []
         start = self._event(self._d2h)
@@ -270,9 +271,9 @@ class GpuWorker(Worker):
                 landings[-1].copy_(total, non_blocking=True)
         event = self._hold([total for _, _, total in ready])
         self.transfers.append((Lane.D2H, start, event, sum(tensor_bytes(total) for _, _, total in ready)))
-        for (parameter, place, _), landing in zip(ready, landings, strict=True):
-            self._store.land(parameter, place, landing, event)
-        self._close_sums()
+        for (parameter, at, _), landing in zip(ready, landings, strict=True):
+            self._store.land(parameter, at, landing, event)
+        self._close_sums(sums)
 
     def _bring_back(self, landed: LandedSum) -> Tensor:
         if landed.event is not None:

@@ -286,6 +286,10 @@ class HostStore:
             total = landed.gradient if total is None else total + landed.gradient
         return None if total is None else total.to(parameter.dtype)
 
+    def has_one_place(self, parameter: Tensor) -> bool:
+        """Whether a step has shown that ``parameter`` is used at one place only."""
+        return self._num_places.get(id(parameter)) == 1
+
     def may_merge(self, parameter: Tensor) -> bool:
         """Whether a worker may add what another place has landed to its own sum.
 

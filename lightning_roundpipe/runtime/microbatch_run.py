@@ -619,6 +619,9 @@ class MicroBatchRun:
             self._scope = outer
         scope.accumulate(self._worker)
         self._settle_sums()
+        if self.index == self._step.last_of_part[self._part] and not self._alone:
+            # Nothing comes to these sums any more: their way home, and updates, need not wait for the stage's end.
+            self._worker.land(record.place)
         edges: list[GradientEdge] = []
         pushed = []
         for leaf, edge in zip(inputs, record.edges, strict=True):

@@ -6,7 +6,7 @@ Only the thread that holds the worker's ticket touches it, so nothing here is lo
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -183,17 +183,34 @@ class Worker:
 
     def spill(self) -> None:
         """Send the sums to the host as partial ones: other micro-batches will go on adding to them, maybe elsewhere."""
-        for (_, place), (parameter, total) in self._sums.items():
+        sums = self._take_sums(None)
+        for parameter, place, total in sums:
             self._store.keep_partial(parameter, place, total.cpu())
-        self._close_sums()
+        self._close_sums(sums)
 
-    def land(self) -> None:
-        """Send the gradient sums to the host."""
-        for (_, place), (parameter, total) in self._sums.items():
+    def land(self, place: UsePlace | None = None) -> None:
+        """Send gradient sums to the host.
+
+        Args:
+            place: of this place only, where nothing more will be added, and of parameters that are used nowhere else;
+                None for all.
+        """
+        sums = self._take_sums(place)
+        for parameter, at, total in sums:
             start = self.mark()
-            self._store.land(parameter, place, total)
+            self._store.land(parameter, at, total)
             self.transfers.append((Lane.D2H, start, self.mark(), tensor_bytes(parameter)))
-        self._close_sums()
+        self._close_sums(sums)
+
+    def _take_sums(self, place: UsePlace | None) -> list[tuple[Tensor, UsePlace, Tensor]]:
+        """Take away the sums that `land` is to send: parameter, place and sum of each."""
+        taken = [
+            key
+            for key, (parameter, _) in self._sums.items()
+            if place is None or (key[1] == place and self._store.has_one_place(parameter))
+        ]
+        sums = [(key, self._sums.pop(key)) for key in taken]
+        return [(parameter, at, total) for (_, at), (parameter, total) in sums]
 
     def transfer_spans(self) -> list[TransferSpan]:
         """The transfers of the step, when all have ended."""
@@ -202,10 +219,8 @@ class Worker:
             for lane, start, stop, num_bytes in self.transfers
         ]
 
-    def _close_sums(self) -> None:
-        parameters = [parameter for parameter, _ in self._sums.values()]
-        self._sums.clear()
-        self._store.close_sums(parameters)
+    def _close_sums(self, sums: Sequence[tuple[Tensor, UsePlace, Tensor]]) -> None:
+        self._store.close_sums([parameter for parameter, _, _ in sums])
 
     # ------------------------------------------------------------------ end
 
