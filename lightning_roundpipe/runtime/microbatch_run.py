@@ -578,13 +578,17 @@ class MicroBatchRun:
         while self._records:
             record = self._records.pop()
             self._land_glue(after=record.number)
-            if any(gradient is not None for gradient in record.output_grads):
+            runs = any(gradient is not None for gradient in record.output_grads)
+            if runs:
                 if not record.keeps_graph and not self._alone:
                     self._go_to(plan.backward_stage(record.position))
                 self._note_call(record.position)
                 with self._inside(record.unit):
                     self._run_backward(record)
             self._step.remove_uses(record.trainable)
+            if runs and not self._alone and self.index == self._step.last_of_part[self._part]:
+                # Nothing comes to these sums any more: their way home, and updates, need not wait for the stage's end.
+                self._worker.land(record.place)
             record.free()
         self._land_glue(after=-1)
 
@@ -619,9 +623,6 @@ class MicroBatchRun:
             self._scope = outer
         scope.accumulate(self._worker)
         self._settle_sums()
-        if self.index == self._step.last_of_part[self._part] and not self._alone:
-            # Nothing comes to these sums any more: their way home, and updates, need not wait for the stage's end.
-            self._worker.land(record.place)
         edges: list[GradientEdge] = []
         pushed = []
         for leaf, edge in zip(inputs, record.edges, strict=True):
