@@ -164,14 +164,19 @@ class Executor:
     def update_later(self, stepper: PartialStepper) -> None:
         """Take what is left of an optimizer step in the background, in the order in which the next step needs it."""
         self.finish_updates()
-        places: dict[int, int] = {}
-        for unit in self._training_order:
-            for parameter in self.units[unit].parameters:
-                places.setdefault(id(parameter), len(places))
+        needed = self._needed()
         # What no unit owns comes first: user code may ask for it at once.
-        rest = sorted(stepper.remaining(), key=lambda parameter: places.get(id(parameter), -1))
+        rest = sorted(stepper.remaining(), key=lambda parameter: needed.get(id(parameter), -1))
         self.store.pending = PendingStep(stepper, rest, self.store.refresh_parameters)
         self.store.pending.start()
+
+    def _needed(self) -> dict[int, int]:
+        """When a forward pass of training needs a parameter, by its id."""
+        needed: dict[int, int] = {}
+        for unit in self._training_order:
+            for parameter in self.units[unit].parameters:
+                needed.setdefault(id(parameter), len(needed))
+        return needed
 
     def finish_updates(self) -> None:
         """Wait until no update is under way.
@@ -240,7 +245,7 @@ class Executor:
         learned = self._orders.get(kind)
         probed = learned is None
         uses = UseCounter(count) if update is not None else None
-        updater = Updater(update, self.store, before) if update is not None else None
+        updater = Updater(update, self.store, before, self._needed()) if update is not None else None
 
         def make_step(schedule: Schedule, order: tuple[int, ...]) -> Step:
             return Step(
@@ -298,7 +303,7 @@ class Executor:
                 runs += rest
                 self._relearn(kind, rest, trains)
             for worker in self.workers:
-                worker.land()
+                worker.end_step()
             self.finish_updates()
             if updater is not None:
                 updater.finish()

@@ -12,10 +12,10 @@ device inside a step.
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,20 @@ class _Slot:
         return tensor_bytes(self.flat)
 
 
+class _BroughtSum(NamedTuple):
+    """What another place has landed, on its way back to the device.
+
+    Attributes:
+        place: see `UsePlace`.
+        gradient: on the device.
+        arrived: passed by the upload stream when it is complete.
+    """
+
+    place: UsePlace
+    gradient: Tensor
+    arrived: torch.cuda.Event
+
+
 class GpuWorker(Worker):
     """See `Worker`.
 
@@ -83,6 +97,7 @@ class GpuWorker(Worker):
         self._upcoming: list[WeightSlab] = []
         self._staging: Tensor | None = None
         self._in_flight: list[tuple[torch.cuda.Event, list[Tensor]]] = []
+        self._brought: dict[tuple[int, int], tuple[Tensor, list[_BroughtSum]]] = {}
         self._epoch = self._event(self._compute)
         self._epoch_s = 0.0
 
@@ -112,13 +127,22 @@ class GpuWorker(Worker):
         assert isinstance(mark, torch.cuda.Event)
         return self._epoch_s + float(self._epoch.elapsed_time(mark)) / 1000
 
-    def enter(self, stage: int, parameters: Iterable[Tensor], upcoming: Iterable[Tensor], *, comes_again: bool) -> None:
+    def enter(
+        self,
+        stage: int,
+        parameters: Sequence[Tensor],
+        upcoming: Sequence[Tensor],
+        *,
+        comes_again: bool,
+        part: int | None = None,
+    ) -> None:
         """Start ``stage``; the uploads for the next one go on while it computes.
 
         They are started when its second micro-batch comes: starting them takes a while, in which the GPU needs work.
         """
         if stage != self._stage:
             self.land()
+            self._send_unused(parameters)
             self._stage = stage
             now, later = self._homes(parameters), self._homes(upcoming)
             self._wanted = now.keys() | later.keys()
@@ -129,6 +153,8 @@ class GpuWorker(Worker):
                 return
         self._load_updated(self._upcoming)
         self._upcoming.clear()
+        if part is not None:
+            self._bring_sums(upcoming, part)
 
     def _load_updated(self, homes: Iterable[WeightSlab]) -> None:
         """Load ahead of need what no update is still to change."""
@@ -247,6 +273,7 @@ class GpuWorker(Worker):
         sums = self._take_sums(place)
         if not sums:
             return
+        counted = [parameter for parameter, _, _ in sums]
         totals: dict[tuple[int, int | UsePlace], tuple[Tensor, UsePlace, Tensor]] = {}
         for parameter, at, total in sorted(sums, key=lambda item: item[1], reverse=True):
             into = at.group if self._store.may_merge(parameter) else at
@@ -258,10 +285,19 @@ class GpuWorker(Worker):
                 self._store.land(parameter, at, total.cpu())
                 continue
             if self._store.may_merge(parameter):
-                for landed in self._store.take_landed(parameter, at.group, self.index):
-                    # A tied weight: adding up on the GPU is cheaper than on the host.
-                    total = self._bring_back(landed) + total
+                # A tied weight: adding up on the GPU is cheaper than on the host.
+                _, brought = self._brought.pop((id(parameter), at.group), (parameter, []))
+                counted += [parameter] * bool(brought)
+                landed = self._store.take_landed(parameter, at.group, self.index)
+                for other in [*brought, *map(self._bring_back, landed)]:
+                    self._compute.wait_event(other.arrived)
+                    total = other.gradient + total
             ready.append((parameter, at, total.to(parameter.dtype)))
+        self._send(ready)
+        self._store.close_sums(counted)
+
+    def _send(self, ready: Sequence[tuple[Tensor, UsePlace, Tensor]]) -> None:
+        """Land parameters' gradients."""
         self._d2h.wait_event(self._event(self._compute, timing=False))
         landings = []
         start = self._event(self._d2h)
@@ -273,17 +309,39 @@ class GpuWorker(Worker):
         self.transfers.append((Lane.D2H, start, event, sum(tensor_bytes(total) for _, _, total in ready)))
         for (parameter, at, _), landing in zip(ready, landings, strict=True):
             self._store.land(parameter, at, landing, event)
-        self._close_sums(sums)
 
-    def _bring_back(self, landed: LandedSum) -> Tensor:
+    def _bring_back(self, landed: LandedSum) -> _BroughtSum:
         if landed.event is not None:
             self._h2d.wait_event(landed.event)
         with torch.cuda.stream(self._h2d):
             gradient = landed.gradient.to(self.device, non_blocking=True)
-        self._store.reading(landed.gradient, self.index, self._event(self._h2d, timing=False))
+        arrived = self._event(self._h2d, timing=False)
+        self._store.reading(landed.gradient, self.index, arrived)
         gradient.record_stream(self._compute)
-        self._compute.wait_stream(self._h2d)
-        return gradient
+        return _BroughtSum(landed.place, gradient, arrived)
+
+    def _bring_sums(self, parameters: Iterable[Tensor], part: int) -> None:
+        """Bring back ahead of need what later places of use have landed for the parameters of the next stage."""
+        for parameter in parameters:
+            if (id(parameter), part) not in self._brought and self._store.may_merge(parameter):
+                landed = self._store.take_landed(parameter, part, self.index, ahead_of_need=True)
+                if landed:
+                    self._brought[id(parameter), part] = parameter, [self._bring_back(one) for one in landed]
+
+    def _send_unused(self, used: Iterable[Tensor]) -> None:
+        """Land again what was brought back for other parameters than ``used``: they got no gradient in the stage."""
+        wanted = set(map(id, used))
+        for key in [key for key in self._brought if key[0] not in wanted]:
+            parameter, brought = self._brought.pop(key)
+            for other in brought:
+                self._compute.wait_event(other.arrived)
+            self._send([(parameter, other.place, other.gradient) for other in brought])
+            self._store.close_sums([parameter])
+
+    def end_step(self) -> None:
+        """Send what is left."""
+        super().end_step()
+        self._send_unused([])
 
     def _hold(self, tensors: list[Tensor]) -> torch.cuda.Event:
         """Keep ``tensors`` until the download stream is past this point."""
@@ -303,6 +361,7 @@ class GpuWorker(Worker):
         """Forget what belongs to the step. Weights and buffers stay; stale versions are not used again."""
         self._stage = -1
         self._sums.clear()
+        self._brought.clear()
         self._wanted = set()
         self._now, self._upcoming = [], []
         self._in_flight.clear()

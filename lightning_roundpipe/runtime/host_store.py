@@ -298,15 +298,28 @@ class HostStore:
         """
         return self._num_places.get(id(parameter), _MANY) <= 2
 
-    def take_landed(self, parameter: Tensor, group: int, worker: int) -> list[LandedSum]:
+    def take_landed(
+        self, parameter: Tensor, group: int, worker: int, *, ahead_of_need: bool = False
+    ) -> list[LandedSum]:
         """Take back what later places of the same replica group have landed, for ``worker`` to add it up.
 
         Nobody else may land in that memory until `reading` has told when the worker is done with it.
+
+        Args:
+            parameter: the master.
+            group: of the places.
+            worker: the one that takes it.
+            ahead_of_need: only what has arrived, so that nothing waits for it; the gradient is not complete until
+                `close_sums` is called for it, too.
         """
         with self._lock:
             _, sums = self._sums.get(id(parameter), (parameter, []))
             taken = [landed for landed in sums if landed.place.group == group]
-            sums[:] = [landed for landed in sums if landed.place.group != group]
+            if ahead_of_need:
+                taken = [landed for landed in taken if landed.event is None or landed.event.query()]
+                if taken and self.uses is not None:
+                    self.uses.add([parameter])
+            sums[:] = [landed for landed in sums if landed not in taken]
             self._readers += [(landed.gradient, worker, None) for landed in taken]
         return taken
 

@@ -174,9 +174,14 @@ class MicroBatchRun:
         self._worker.activate()
         self._archive.forget_restored()
         self._ticket_start, self._call_starts = self._worker.mark(), []
-        upcoming = self._step.stage_parameters(self._step.schedule.stage_after(ticket))
-        comes_again = self.index < self._step.last_of_part[self._part]
-        self._worker.enter(stage, self._step.stage_parameters(stage), upcoming, comes_again=comes_again)
+        after = self._step.schedule.stage_after(ticket)
+        self._worker.enter(
+            stage,
+            self._step.stage_parameters(stage),
+            self._step.stage_parameters(after),
+            comes_again=self.index < self._step.last_of_part[self._part],
+            part=self._part if after > stage else None,
+        )
 
     def _let_go(self) -> None:
         if self._ticket is None or not self._holds_worker:

@@ -1,9 +1,15 @@
-"""Updates parameters in the background, each as soon as its gradient is complete (see `uses`)."""
+"""Updates parameters in the background, each as soon as its gradient is complete (see `uses`).
 
+Gradients are complete in the reverse of the order in which the next forward pass needs the weights. Of those that are
+there, the one that is needed first is updated first: what is left at the end of the step is then needed late.
+"""
+
+import itertools
+import math
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +48,7 @@ class Updater:
         request: the step.
         store: where gradients land; its compute copies are refreshed right behind the update.
         after: a step that must end first.
+        needed: when the next forward pass needs a parameter, by its id; what is missing is needed at once.
 
     Attributes:
         updated: parameters that were updated, or are left to be, with their complete gradients.
@@ -49,7 +56,9 @@ class Updater:
         exposed_s: part of it for which the step had to wait, in seconds.
     """
 
-    def __init__(self, request: UpdateRequest, store: HostStore, after: PendingStep | None) -> None:
+    def __init__(
+        self, request: UpdateRequest, store: HostStore, after: PendingStep | None, needed: Mapping[int, int]
+    ) -> None:
         self._after = after
         self._leaves_rest = request.leaves_rest
         self._leaving = False
@@ -59,7 +68,9 @@ class Updater:
         self._store = store
         self.update_s = 0.0
         self.exposed_s = 0.0
-        self._queue: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+        self._needed = needed
+        self._queue: queue.PriorityQueue[tuple[float, int, Tensor | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()  # Parameters can not be compared.
         self._error: BaseException | None = None
         self._num_threads = torch.get_num_threads()
         self.updated: list[tuple[Tensor, Tensor]] = []
@@ -72,7 +83,10 @@ class Updater:
     def submit(self, parameter: Tensor) -> None:
         """The gradient of ``parameter`` is complete."""
         if self._stepper.owns(parameter):
-            self._queue.put(parameter)
+            self._queue.put((self._needed.get(id(parameter), -1), next(self._numbers), parameter))
+
+    def _close(self) -> None:
+        self._queue.put((math.inf, next(self._numbers), None))
 
     def finish(self) -> None:
         """Update what is left, or complete its gradients if it is left to the caller, and wait for the end.
@@ -82,7 +96,7 @@ class Updater:
         """
         start = time.perf_counter()
         self._leaving = self._leaves_rest
-        self._queue.put(None)
+        self._close()
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -97,7 +111,7 @@ class Updater:
     def abandon(self) -> None:
         """End the thread after an error elsewhere; updates that it has begun are completed."""
         if self._thread.is_alive():
-            self._queue.put(None)
+            self._close()
             self._thread.join()
 
     def _work(self) -> None:
@@ -116,15 +130,15 @@ class Updater:
             self._error = error
 
     def _next(self) -> list[Tensor] | None:
-        first = self._queue.get()
+        _, _, first = self._queue.get()
         if first is None:
             return None
         parameters = [first]
         # As many together as are there, within bounds: the end must not wait for too many.
         while not self._queue.empty() and sum(parameter.numel() for parameter in parameters) < _BATCH_ELEMENTS:
-            parameter = self._queue.get()
+            _, _, parameter = self._queue.get()
             if parameter is None:
-                self._queue.put(None)
+                self._close()
                 break
             parameters.append(parameter)
         return parameters

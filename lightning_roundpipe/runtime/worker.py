@@ -6,7 +6,7 @@ Only the thread that holds the worker's ticket touches it, so nothing here is lo
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -86,7 +86,15 @@ class Worker:
         assert isinstance(mark, float)
         return mark
 
-    def enter(self, stage: int, parameters: Iterable[Tensor], upcoming: Iterable[Tensor], *, comes_again: bool) -> None:
+    def enter(
+        self,
+        stage: int,
+        parameters: Sequence[Tensor],
+        upcoming: Sequence[Tensor],
+        *,
+        comes_again: bool,
+        part: int | None = None,
+    ) -> None:
         """Start ``stage`` or go on with it: land the gradients of the previous one, drop its weights, bring this one's.
 
         Args:
@@ -94,6 +102,7 @@ class Worker:
             parameters: what its units need.
             upcoming: what the worker's next stage needs.
             comes_again: whether a later micro-batch will enter the stage, too.
+            part: the part of the micro-batches (see `Schedule.part_of`) that goes on to that stage; None if none does.
         """
         if stage == self._stage:
             return
@@ -201,6 +210,10 @@ class Worker:
             self._store.land(parameter, at, total)
             self.transfers.append((Lane.D2H, start, self.mark(), tensor_bytes(parameter)))
         self._close_sums(sums)
+
+    def end_step(self) -> None:
+        """Send what is left of the gradients."""
+        self.land()
 
     def _take_sums(self, place: UsePlace | None) -> list[tuple[Tensor, UsePlace, Tensor]]:
         """Take away the sums that `land` is to send: parameter, place and sum of each."""
