@@ -102,6 +102,11 @@ class RoundPipeStrategy(ParallelStrategy):
         replica_groups: groups of workers that each run their own micro-batches through all stages: less idle time for
             more traffic. The last bits of sums of gradients depend on it. ``"auto"``: one at first, then what is
             fastest.
+        recompute: which calls of units run again for their backward pass, instead of keeping their graph. ``"auto"``:
+            as many as memory asks for, on a GPU that runs all stages, where it is known after some steps; with several,
+            as many as the balance of their work asks for. ``"all"``: all but the last, for batches of varying length.
+            ``"none"``: none, for a model that fits; each worker then needs micro-batches of its own
+            (``replica_groups`` as many as workers).
         compile_units: whether to compile units whose class occurs more than once (the layers of a model): one graph for
             all that are alike. A mapping gives arguments of `torch.compile`. The numbers then agree with eager ones up
             to rounding only. What does not compile runs eagerly, which is said once.
@@ -140,6 +145,7 @@ class RoundPipeStrategy(ParallelStrategy):
         gpu_memory_limit: float = 0.9,
         plan: str | os.PathLike[str] = "auto",
         replica_groups: int | str = 1,
+        recompute: str = "auto",
         compile_units: bool | Mapping[str, Any] = False,
         show_plan: bool = False,
         chunked_loss: bool | str = False,
@@ -183,6 +189,13 @@ class RoundPipeStrategy(ParallelStrategy):
                 f"A plan in a file has its number of replica groups, but got `replica_groups={replica_groups!r}` beside"
                 f" `plan={str(plan)!r}`. Leave it out."
             )
+        if recompute not in ("auto", "all", "none"):
+            raise ValueError(f"`recompute` must be 'auto', 'all' or 'none', but got {recompute!r}.")
+        if plan != "auto" and recompute != "auto":
+            raise PlanError(
+                f"A plan in a file says what is recomputed, but got `recompute={recompute!r}` beside"
+                f" `plan={str(plan)!r}`. Leave it out."
+            )
         if not isinstance(compile_units, bool | Mapping):
             raise TypeError(
                 f"`compile_units` must be True, False or a mapping of arguments of `torch.compile`, but got"
@@ -219,6 +232,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._split_rules = dict(split_rules or {})
         self._plan = os.fspath(plan)
         self._replica_groups = None if isinstance(replica_groups, str) else replica_groups
+        self._recompute = recompute
         self._compile_options = {} if compile_units is True else compile_units or None
         self._show_plan = show_plan
         self._given_schedule: Schedule | None = None
@@ -360,7 +374,9 @@ class RoundPipeStrategy(ParallelStrategy):
         self._check_module(module, fits)
         if fits:
             wanted = self._num_microbatches if isinstance(self._num_microbatches, int) else None
-            self._given_schedule = given_schedule(self._plan, self._replica_groups, self.num_workers, wanted)
+            self._given_schedule = given_schedule(
+                self._plan, self._replica_groups, self.num_workers, wanted, self._recompute
+            )
         self.model = self.precision_plugin.convert_module(self.model)
         if fits:
             self._steady.clear()
@@ -434,6 +450,8 @@ class RoundPipeStrategy(ParallelStrategy):
             replica_groups=self._replica_groups,
             machine=lambda: measured_machine(devices, executor.weight_budget_bytes),
             grows_fused=self.root_device.type == "cpu",
+            recompute=self._recompute,
+            free_bytes=lambda: executor.free_bytes,
             notify=rank_zero_info,
             show=self._show_plan,
         )

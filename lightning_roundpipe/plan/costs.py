@@ -32,6 +32,8 @@ class CallCost:
         sum_bytes: host memory that the sum of the gradients of several replica groups writes.
         input_bytes: bytes of inputs that the host keeps from forward to backward, for each micro-batch.
         graph_bytes: bytes that the call's autograd graph holds on the worker from its forward to its backward.
+        copy_bytes: bytes of the call's weights on the worker, where these are known apart from ``weight_bytes``.
+        accumulator_bytes: bytes of the sums of gradients on the worker, where these are known.
         working_bytes: largest extra bytes on the worker while the call runs.
         host_bytes: host memory for the call's weights, gradients and optimizer state.
     """
@@ -45,6 +47,8 @@ class CallCost:
     sum_bytes: int = 0
     input_bytes: int = 0
     graph_bytes: int = 0
+    copy_bytes: int = 0
+    accumulator_bytes: int = 0
     working_bytes: int = 0
     host_bytes: int = 0
 

@@ -6,7 +6,10 @@ from lightning_roundpipe.plan.costs import CallCost
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import Plan, Stage, StageKind
 
-__all__ = ["combined_bytes", "host_bytes", "stage_bytes", "worker_bytes"]
+__all__ = ["combined_bytes", "host_bytes", "largest_fused", "stage_bytes", "worker_bytes"]
+
+_UPDATE_SHARE = 0.9
+"""Of the time in which updates can run, the share that they may take: gradients do not come evenly."""
 
 
 def stage_bytes(costs: Sequence[CallCost], stage: Stage) -> tuple[int, int]:
@@ -61,3 +64,47 @@ def host_bytes(costs: Sequence[CallCost], schedule: Schedule) -> int:
         default=0,
     )
     return sum(call.host_bytes for call in costs) + schedule.num_microbatches * kept + schedule.replica_groups * landing
+
+
+def largest_fused(
+    costs: Sequence[CallCost],
+    plan: Plan,
+    *,
+    num_microbatches: int,
+    free_bytes: float,
+    weight_bytes: float,
+    step_s: float,
+    update_s: float,
+) -> int:
+    """How many calls the fused stage of a worker that runs all stages may hold: their graphs need not be recomputed.
+
+    A larger fused stage must fit the memory that ``plan`` leaves free, and leave time for the optimizer: gradients of
+    the fused stage are complete when its last micro-batch runs backward, so that nothing is updated before.
+
+    Args:
+        costs: of the calls, measured while ``plan`` ran. Calls whose ``graph_bytes`` are 0 are not known and stay out.
+        plan: the plan in use.
+        num_microbatches: number of micro-batches.
+        free_bytes: memory of the worker that has never been in use.
+        weight_bytes: memory of the worker for weights, which are part of what is in use if all of them fit.
+        step_s: seconds of a step.
+        update_s: seconds of the optimizer in a step.
+
+    Returns:
+        A number of calls, at least that of ``plan``.
+    """
+    assert plan.fused is not None
+    fits_all = sum(call.copy_bytes for call in costs) <= weight_bytes
+    fused = largest = plan.fused
+    fused_s = sum(call.forward_s + call.backward_s for call in costs[len(costs) - fused :])
+    while fused < len(costs):
+        call = costs[len(costs) - fused - 1]
+        free_bytes -= call.graph_bytes + call.accumulator_bytes + (0 if fits_all else call.copy_bytes)
+        if call.graph_bytes == 0 or free_bytes < 0:
+            break
+        fused += 1
+        fused_s += call.forward_s + call.backward_s
+        step_s -= num_microbatches * (call.forward_s if call.recompute_s is None else call.recompute_s)
+        if update_s <= _UPDATE_SHARE * (step_s - (num_microbatches - 1) * fused_s):
+            largest = fused
+    return largest

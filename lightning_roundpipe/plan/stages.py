@@ -6,7 +6,7 @@ differently, because a backward stage does about three times the work (recomputa
 stage of the same calls.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -91,6 +91,11 @@ class Plan:
         """Whether the plan has a fused stage and a backward pass."""
         return self.fused is not None
 
+    def with_fused(self, fused: int) -> "Plan":
+        """The plan with so many calls in the fused stage, and the same cuts between the others as far as they go."""
+        others = self.num_calls - fused
+        return Plan(_up_to(self.forward, others), fused, _up_to(self.backward[::-1], others)[::-1])
+
     @property
     def num_calls(self) -> int:
         """Number of calls of one forward pass."""
@@ -144,3 +149,11 @@ class Plan:
     def backward_stage(self, call: int) -> int:
         """Index of the stage that runs ``call`` backward (the fused stage for the last calls)."""
         return self._backward_stage_of[call]
+
+
+def _up_to(sizes: Sequence[int], total: int) -> tuple[int, ...]:
+    """Sizes that sum to ``total``: those given, cut off, and one more for what is missing."""
+    taken: list[int] = []
+    for size in (*sizes, total):
+        taken.append(min(size, total - sum(taken)))
+    return tuple(size for size in taken if size)

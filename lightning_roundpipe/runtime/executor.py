@@ -1,6 +1,7 @@
 """Runs steps: learns the order of calls, has a plan made for it, and starts a thread for each micro-batch."""
 
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,9 +48,17 @@ _WEIGHT_SHARE = 0.3
 """Share of the usable GPU memory in which weights may stay; the rest is for activations and gradients. A guess."""
 
 
+def _usable_bytes(device: torch.device, devices: Sequence[torch.device], gpu_memory_limit: float) -> int:
+    """Memory of a GPU that each of its workers may use, beside what others and this process have in use already."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # torch 2.8
+        allowed_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
+        free_bytes = min(free_bytes, int(allowed_bytes) - torch.cuda.memory_reserved(device))
+    return int(max(0, free_bytes) * gpu_memory_limit / sum(other == device for other in devices))
+
+
 def _weight_budget_bytes(device: torch.device, devices: Sequence[torch.device], gpu_memory_limit: float) -> int:
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return int(free_bytes * gpu_memory_limit * _WEIGHT_SHARE / sum(other == device for other in devices))
+    return int(_usable_bytes(device, devices, gpu_memory_limit) * _WEIGHT_SHARE)
 
 
 def largest_unit_bytes(
@@ -144,7 +153,8 @@ class Executor:
         if device.type != "cuda":
             return Worker(index, device, self.store)
         budget = _weight_budget_bytes(device, self.devices, self.gpu_memory_limit)
-        worker = GpuWorker(index, device, self.store, budget)
+        usable = _usable_bytes(device, self.devices, self.gpu_memory_limit) + torch.cuda.memory_allocated(device)
+        worker = GpuWorker(index, device, self.store, budget, usable)
         worker.holds_inputs = len(self.devices) == 1
         return worker
 
@@ -156,6 +166,11 @@ class Executor:
     def weight_budget_bytes(self) -> float:
         """Memory for weights that every worker has."""
         return min(worker.weight_budget_bytes for worker in self.workers)
+
+    @property
+    def free_bytes(self) -> float:
+        """Memory that may be used and has never been, on every GPU; 0 without any."""
+        return min(worker.free_bytes / self.devices.count(worker.device) for worker in self.workers)
 
     def adopt(self, kind: str, schedule: Schedule) -> None:
         """Run steps of ``kind``, whose order of calls is known, by another schedule from now on."""
@@ -333,6 +348,7 @@ class Executor:
                 for worker, stage, begin, end, call_starts in run.spans
             ),
             transfers=tuple(span for worker in self.workers for span in worker.transfer_spans()),
+            graph_bytes=_middle([run.graph_bytes for run in runs]),
         )
         return StepResult(
             outputs=[run.output for run in runs],
@@ -431,7 +447,14 @@ class Executor:
     def _call_size(self, unit: Unit) -> CallCost:
         uploaded = sum(self.store.uploaded_bytes(p) for p in unit.parameters)
         landed = sum(tensor_bytes(p) for p in unit.parameters if p.requires_grad)
-        return CallCost(forward_s=0.0, backward_s=0.0, weight_bytes=uploaded, gradient_bytes=landed)
+        return CallCost(
+            forward_s=0.0,
+            backward_s=0.0,
+            weight_bytes=uploaded,
+            gradient_bytes=landed,
+            copy_bytes=sum(p.numel() * self.store.dtype_of(p).itemsize for p in unit.parameters),
+            accumulator_bytes=sum(p.numel() * max(4, p.itemsize) for p in unit.parameters if p.requires_grad),
+        )
 
     def _relearn(self, kind: str, runs: Sequence[MicroBatchRun], trains: bool) -> None:
         """Plan anew if all micro-batches agree on another order than the planned one."""
@@ -484,3 +507,9 @@ class Executor:
         if (topic or message) not in self._warned:
             self._warned.add(topic or message)
             self.warn(message)
+
+
+def _middle(samples: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """For each key the middle one of its values: the first micro-batch may have brought weights, too."""
+    keys = dict.fromkeys(key for sample in samples for key in sample)
+    return {key: statistics.median_low(sample[key] for sample in samples if key in sample) for key in keys}

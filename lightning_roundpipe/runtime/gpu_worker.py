@@ -82,11 +82,15 @@ class GpuWorker(Worker):
         store: see there.
         weight_budget_bytes: device memory for weights. What fits stays; the least recently used goes first. Two stages
             are held at least, whatever the budget.
+        memory_bytes: device memory that may be in use, by whatever.
     """
 
-    def __init__(self, index: int, device: torch.device, store: HostStore, weight_budget_bytes: int) -> None:
+    def __init__(
+        self, index: int, device: torch.device, store: HostStore, weight_budget_bytes: int, memory_bytes: int
+    ) -> None:
         super().__init__(index, device, store)
         self.weight_budget_bytes = weight_budget_bytes
+        self._memory_bytes = memory_bytes
         self._compute = torch.cuda.default_stream(device)
         self._h2d = torch.cuda.Stream(device)
         self._inputs = torch.cuda.Stream(device)
@@ -117,6 +121,16 @@ class GpuWorker(Worker):
         super().begin_step()
         self._compute.synchronize()
         self._epoch, self._epoch_s = self._event(self._compute), time.perf_counter()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory of the device that is in use."""
+        return torch.cuda.memory_allocated(self.device)
+
+    @property
+    def free_bytes(self) -> float:
+        """Memory of the device that may be used and has never been."""
+        return max(0, self._memory_bytes - torch.cuda.max_memory_allocated(self.device))
 
     def mark(self) -> Mark:
         """This moment, in the order of the compute stream."""

@@ -14,6 +14,7 @@ from lightning_roundpipe.exceptions import PlanError
 from lightning_roundpipe.plan.costs import CallCost, MeasuredCosts
 from lightning_roundpipe.plan.devices import Machine
 from lightning_roundpipe.plan.files import load_schedule
+from lightning_roundpipe.plan.memory import combined_bytes, largest_fused, stage_bytes
 from lightning_roundpipe.plan.partition import balanced_evaluation_plan, balanced_plan
 from lightning_roundpipe.plan.picture import plan_as_text, timeline_as_text
 from lightning_roundpipe.plan.schedule import Schedule
@@ -34,6 +35,9 @@ _SEARCH_AFTER = (3, 10, 30)
 _LONGEST_SEARCH_S = 2.0
 _MOST_CALLS = 300
 
+_SAME = 1.02
+"""Graphs whose sizes differ by no more than this factor are taken for equal: allocators round."""
+
 _LINK_PROBE_BYTES = 64 * 2**20
 _HOST_PROBE_BYTES = 256 * 2**20
 
@@ -43,9 +47,15 @@ class TrainingPlanner:
 
     [Note: A new plan does not change the numbers]
     A new plan cuts the same calls elsewhere. The fused stage keeps its calls: some kernels (of recurrent layers on the
-    CPU) give other bits with a graph than without. Sums of gradients are added up in the same order as long as there is
-    one part of the micro-batches. Only with a free number of replica groups is the fused stage free, too: the last bits
-    change anyway.
+    CPU, and compiled ones) give other bits with a graph than without. Sums of gradients are added up in the same order
+    as long as there is one part of the micro-batches. Only with a free number of replica groups is the fused stage
+    free, too: the last bits change anyway.
+
+    [Note: Recomputation]
+    Calls of the fused stage are not recomputed. On a GPU that runs all stages of its micro-batches, that stage grows
+    once, at the first new plan, into the memory that has not been in use until then (see `plan.memory.largest_fused`):
+    how far depends on memory, and on times only where the update of the weights is the limit. Where the graphs of a
+    call were not equally large in all steps, lengths vary, and memory is left free for longer ones.
 
     Args:
         num_workers: number of workers.
@@ -54,6 +64,9 @@ class TrainingPlanner:
         machine: makes the machine to search for, when it is first needed.
         grows_fused: whether a free fused stage may become larger than that of the first guess; not on a GPU, where it
             is not known how much memory its graph would take.
+        recompute: ``"auto"``; ``"all"``: all calls but the last are recomputed; ``"none"``: none is, as the fused stage
+            holds all of them.
+        free_bytes: gives the memory that every worker may use and has never used; 0 where it is not known.
         notify: tells the user something.
         show: whether to tell the user of every plan with a picture.
     """
@@ -66,6 +79,8 @@ class TrainingPlanner:
         replica_groups: int | None,
         machine: Callable[[], Machine],
         grows_fused: bool,
+        recompute: str,
+        free_bytes: Callable[[], float],
         notify: Callable[[str], None],
         show: bool,
     ) -> None:
@@ -75,6 +90,11 @@ class TrainingPlanner:
         self._make_machine = machine
         self._machine: Machine | None = None
         self._grows_fused = grows_fused
+        self._recompute = recompute
+        self._free_bytes = free_bytes
+        self._graph_bytes: list[Mapping[int, int]] = []
+        self._step_s = self._update_s = 0.0
+        self._has_grown, self._grown_bytes = False, 0
         self._notify = notify
         self._show = show
         self._sizes: tuple[CallCost, ...] = ()
@@ -99,6 +119,8 @@ class TrainingPlanner:
             PlanError: the given schedule is for another number of calls.
         """
         self._sizes, self._measured, self._num_measured = tuple(sizes), None, 0
+        self._graph_bytes.clear()
+        self._has_grown, self._grown_bytes = False, 0
         if self._given is not None:
             if self._given.plan.num_calls != len(sizes):
                 raise PlanError(
@@ -108,8 +130,10 @@ class TrainingPlanner:
                 )
             self.schedule = self._given
         else:
-            groups = self._replica_groups or 1
+            groups = self._replica_groups or (1 if self._recompute != "none" else self._num_workers)
             plan = balanced_plan([call.weight_bytes for call in sizes], max(1, self._num_workers // groups))
+            if self._recompute != "auto":
+                plan = plan.with_fused(min(1, len(sizes)) if self._recompute == "all" else len(sizes))
             self.schedule = Schedule(plan, self._num_workers, num_microbatches, groups)
         if self._show:
             self._notify(f"Plan: {self._describe()}, drawn as if times went by bytes:\n{self._picture()}")
@@ -131,6 +155,8 @@ class TrainingPlanner:
             for (call, kind), seconds in middle.items():
                 self._measured.observe(Stage(call, kind, call, call + 1), seconds)
         self._num_measured += 1
+        self._graph_bytes.append(stats.graph_bytes)
+        self._step_s, self._update_s = stats.stop_s - stats.start_s, stats.update_s
 
     def improve(self, *, one_part: bool) -> Schedule | None:
         """Search anew, if it is time to.
@@ -146,17 +172,20 @@ class TrainingPlanner:
         assert self.schedule is not None
         assert self._measured is not None
         self._searches = self._searches[1:]
+        grown = self._grow_fused()
         if len(self._sizes) > _MOST_CALLS:
             self._searches = ()
-            return None
+            return grown
         start = time.perf_counter()
         fused = self.schedule.plan.fused
-        is_free = self._replica_groups is None
+        is_free = self._replica_groups is None and self._recompute == "auto"
+        machine = self._machine_now()
         try:
             choices = better_choice(
                 self.schedule,
                 self._measured.costs,
-                self._machine_now(),
+                # What has grown fits, whatever was guessed.
+                replace(machine, worker_memory_bytes=max(machine.worker_memory_bytes, self._grown_bytes)),
                 replica_groups=1 if one_part else self._replica_groups,
                 num_rounds=1,
                 min_fused=1 if is_free or fused is None else fused,
@@ -168,7 +197,7 @@ class TrainingPlanner:
         if time.perf_counter() - start > _LONGEST_SEARCH_S:
             self._searches = ()
         if choices is None:
-            return None
+            return grown
         before, after = choices
         self.schedule = after.schedule
         self._notify(
@@ -176,6 +205,35 @@ class TrainingPlanner:
             f" {1e3 * after.step_s:.1f} ms instead of {1e3 * before.step_s:.1f} ms."
             + (f"\n{self._picture()}" if self._show else "")
         )
+        return self.schedule
+
+    def _grow_fused(self) -> Schedule | None:
+        """Take as many calls into the fused stage as memory allows, the first time."""
+        schedule, measured = self.schedule, self._measured
+        assert schedule is not None
+        assert measured is not None
+        is_first, self._has_grown = not self._has_grown, True
+        if self._recompute != "auto" or schedule.group_size > 1 or not is_first:
+            return None
+        known = _known_graphs(self._sizes, self._graph_bytes)
+        if known is None:
+            return None
+        fused = largest_fused(
+            [replace(cost, graph_bytes=size) for cost, size in zip(measured.costs, known, strict=True)],
+            schedule.plan,
+            num_microbatches=-(-schedule.num_microbatches // schedule.replica_groups),
+            free_bytes=self._free_bytes(),
+            weight_bytes=self._machine_now().worker_memory_bytes,
+            step_s=self._step_s,
+            update_s=self._update_s,
+        )
+        more = fused - (schedule.plan.fused or 0)
+        if more == 0:
+            return None
+        plan = schedule.plan.with_fused(fused)
+        self._grown_bytes = combined_bytes([stage_bytes(self._sizes, stage) for stage in plan.stages], plan)
+        self.schedule = replace(schedule, plan=plan)
+        self._notify(f"{more} more calls need not be recomputed: their graphs fit. Plan: {self._describe()}.")
         return self.schedule
 
     def predicted_timeline(self) -> Timeline | None:
@@ -218,6 +276,21 @@ def _first_costs(sizes: Sequence[CallCost], seconds: Mapping[tuple[int, StageKin
     return costs
 
 
+def _known_graphs(sizes: Sequence[CallCost], samples: Sequence[Mapping[int, int]]) -> list[int] | None:
+    """The bytes of every call's graph: its own, or that of a call of the same size; 0 for what nothing is known of.
+
+    Returns:
+        None if they were not the same in all ``samples``.
+    """
+    alike: dict[CallCost, int] = {}
+    for call, size in samples[-1].items():
+        others = [sample.get(call, 0) for sample in samples]
+        if max(others) > _SAME * min(others):
+            return None
+        alike[sizes[call]] = max(size, alike.get(sizes[call], 0))
+    return [alike.get(size, 0) for size in sizes]
+
+
 def _costs_by_bytes(sizes: Sequence[CallCost]) -> list[CallCost]:
     mean = sum(size.weight_bytes for size in sizes) / max(1, len(sizes)) or 1.0
     shares = [0.01 + size.weight_bytes / mean for size in sizes]
@@ -231,7 +304,11 @@ def evaluation_schedule(num_workers: int, sizes: Sequence[CallCost], num_microba
 
 
 def given_schedule(
-    plan: str, replica_groups: int | None, num_workers: int, num_microbatches: int | None
+    plan: str,
+    replica_groups: int | None,
+    num_workers: int,
+    num_microbatches: int | None,
+    recompute: str = "auto",
 ) -> Schedule | None:
     """What `RoundPipeStrategy(plan=...)` says, checked against everything that is known before the first step.
 
@@ -240,6 +317,7 @@ def given_schedule(
         replica_groups: number of replica groups that is wanted; None for any.
         num_workers: number of workers that there are.
         num_microbatches: number of micro-batches that is wanted; None for any.
+        recompute: see `TrainingPlanner`.
 
     Returns:
         The schedule in the file; None for ``"auto"``.
@@ -250,6 +328,12 @@ def given_schedule(
     """
     if plan == "auto":
         Schedule(Plan((), 0), num_workers, 1, replica_groups or 1)  # Refuses what does not divide the workers.
+        if recompute == "none" and replica_groups not in (None, num_workers):
+            raise PlanError(
+                "Without recomputation there is a single stage, in which every worker needs micro-batches of its own,"
+                f" but got `replica_groups={replica_groups}` for {num_workers} workers. Use"
+                f" `replica_groups={num_workers}`."
+            )
         return None
     if not Path(plan).is_file():
         raise PlanError(f"`plan` must be 'auto' or a JSON file that holds a plan, but there is no file {plan!r}.")

@@ -1,6 +1,7 @@
 """Frozen records of what a step did; callbacks and tests read these and nothing else."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -53,6 +54,8 @@ class StepStats:
         update_s: time spent on updates while the step ran, in seconds (0 where the optimizer steps afterwards).
         update_exposed_s: the part of it for which the step had to wait, in seconds.
         spans: the tickets that ran.
+        graph_bytes: for calls of the fused stage whose memory was watched (on GPUs, where calls are timed) what their
+            graphs hold, in bytes.
         transfers: uploads of weights and downloads of gradients, in seconds of `time.perf_counter`.
     """
 
@@ -63,6 +66,7 @@ class StepStats:
     probed: bool
     spans: tuple[TicketSpan, ...] = field(repr=False)
     transfers: tuple[TransferSpan, ...] = field(default=(), repr=False)
+    graph_bytes: Mapping[int, int] = field(default_factory=dict, repr=False)
     update_s: float = 0.0
     update_exposed_s: float = 0.0
 

@@ -77,6 +77,16 @@ class Worker:
         """Get ready for a step."""
         self.transfers.clear()
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory of the device that is in use; 0 where nobody counts it."""
+        return 0
+
+    @property
+    def free_bytes(self) -> float:
+        """Memory of the device that may be used and has never been; 0 where nobody counts it."""
+        return 0
+
     def mark(self) -> Mark:
         """This moment."""
         return time.perf_counter()

@@ -52,19 +52,26 @@ class Stream:
 
 
 def gpu_workers_on_the_host(
-    monkeypatch: pytest.MonkeyPatch, *, budget_bytes: int = 2**30, make: Callable[..., GpuWorker] = GpuWorker
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    budget_bytes: int = 2**30,
+    memory_bytes: int = 2**34,
+    make: Callable[..., GpuWorker] = GpuWorker,
 ) -> None:
     """From now on workers are those of GPUs, with memory on the host.
 
     Args:
         monkeypatch: undoes it.
         budget_bytes: memory of each for weights.
+        memory_bytes: memory of each in all; nobody counts what of it is in use.
         make: the class of the workers.
     """
     for name, stand_in in {
         "Event": Event,
         "Stream": Stream,
         "default_stream": Stream,
+        "memory_allocated": lambda device: 0,
+        "max_memory_allocated": lambda device: 0,
         "set_stream": lambda stream: None,
         "stream": lambda stream: contextlib.nullcontext(),
     }.items():
@@ -74,7 +81,7 @@ def gpu_workers_on_the_host(
     monkeypatch.setattr(executor_module, "HostStore", lambda dtype, pin, warn: HostStore(dtype, pin=True, warn=warn))
 
     def make_worker(executor: Any, index: int, device: torch.device) -> GpuWorker:
-        worker = make(index, device, executor.store, budget_bytes)
+        worker = make(index, device, executor.store, budget_bytes, memory_bytes)
         worker.holds_inputs = len(executor.devices) == 1
         return worker
 

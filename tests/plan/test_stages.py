@@ -94,3 +94,16 @@ def test_every_call_runs_forward_and_backward_once(forward: list[int], fused: in
         assert call in plan.stages[plan.forward_stage(call)].calls
         assert call in plan.stages[plan.backward_stage(call)].calls
         assert (plan.forward_stage(call) == plan.fused_stage) == (call >= starts[-1])
+
+
+@pytest.mark.parametrize(
+    ("fused", "expected"),
+    [
+        (2, Plan((3, 4), 2, (2, 3, 2))),
+        (4, Plan((3, 2), 4, (3, 2))),
+        (9, Plan((), 9)),
+        (1, Plan((3, 4, 1), 1, (1, 2, 3, 2))),
+    ],
+)
+def test_another_fused_stage_leaves_the_other_cuts(fused: int, expected: Plan) -> None:
+    assert Plan((3, 4), 2, (2, 3, 2)).with_fused(fused) == expected

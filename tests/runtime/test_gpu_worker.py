@@ -1,5 +1,6 @@
 """What the worker of GPUs keeps account of: slots, landings, sums that it brings back."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.runtime.gpu_worker import GpuWorker
-from tests.helpers.equivalence import TrainResult, train
+from tests.helpers.equivalence import TrainResult, assert_results_close, train
 from tests.helpers.models import CASES, Case, StepModule, seeded, vector_batches
 from tests.helpers.shim import gpu_workers_on_the_host
 
@@ -109,3 +110,31 @@ def test_sum_that_was_brought_back_for_nothing_is_not_lost(overlap: str, watched
     expected = train(case.module, case.batches(), "auto", 1)
     for name, tensor in expected.state.items():
         torch.testing.assert_close(found.state[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["residual_tied", "llama_lora"])
+def test_fused_stage_grows_where_memory_is_free(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    expected = train(case.module, case.batches(), "auto", 1, max_epochs=3)
+    gpu_workers_on_the_host(monkeypatch)
+    in_use = itertools.count(step=1000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(in_use))
+    strategy = RoundPipeStrategy(num_microbatches=3)
+    found = train(case.module, case.batches(), strategy, 1, max_epochs=3)
+    assert strategy.schedule is not None
+    assert strategy.schedule.plan.fused == strategy.schedule.plan.num_calls
+    assert_results_close(expected, found, rtol=3e-5)
+
+
+@pytest.mark.parametrize("recompute", ["all", "none"])
+def test_recomputation_may_be_said(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["residual_tied"]
+    expected = train(case.module, case.batches(), "auto", 1)
+    for on_host in (True, False):
+        if not on_host:
+            gpu_workers_on_the_host(monkeypatch)
+        strategy = RoundPipeStrategy(num_microbatches=3, recompute=recompute)
+        assert_results_close(expected, train(case.module, case.batches(), strategy, 1))
+        assert strategy.schedule is not None
+        plan = strategy.schedule.plan
+        assert plan.fused == (1 if recompute == "all" else plan.num_calls)

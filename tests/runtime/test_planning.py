@@ -1,7 +1,9 @@
 """When training gets another schedule, from what measurements, and what stays as it was."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,14 +33,19 @@ def planner(
     grows_fused: bool = True,
     machine: Callable[[], Machine] = lambda: Machine(num_workers=NUM_WORKERS),
     show: bool = False,
+    recompute: str = "auto",
+    free_bytes: float = 0.0,
+    num_workers: int = NUM_WORKERS,
 ) -> tuple[TrainingPlanner, list[str]]:
     told: list[str] = []
     made = TrainingPlanner(
-        NUM_WORKERS,
+        num_workers,
         given=given,
         replica_groups=replica_groups,
         machine=machine,
         grows_fused=grows_fused,
+        recompute=recompute,
+        free_bytes=lambda: free_bytes,
         notify=told.append,
         show=show,
     )
@@ -252,3 +259,66 @@ def test_costs_come_from_the_kind_of_stage_in_which_they_were_measured() -> None
         assert cost.backward_s == pytest.approx(2 * TRUE_S[call])
         assert cost.recompute_s in (None, pytest.approx(TRUE_S[call]))
         assert cost.weight_bytes == 100
+
+
+def with_graphs(schedule: Schedule, graph_bytes: int) -> StepStats:
+    fused = schedule.plan.stages[schedule.plan.fused_stage].calls
+    return replace(step(schedule), graph_bytes=dict.fromkeys(fused, graph_bytes))
+
+
+def after_three_steps(made: TrainingPlanner, sizes: tuple[int, int, int] = (1000, 1000, 1010)) -> Schedule:
+    schedule = made.make(SIZES, NUM_MICROBATCHES)
+    for size in sizes:
+        made.observe(with_graphs(schedule, size))
+    made.improve(one_part=False)
+    assert made.schedule is not None
+    return made.schedule
+
+
+def test_the_fused_stage_grows_into_free_memory_once() -> None:
+    made, told = planner(num_workers=1, machine=lambda: Machine(num_workers=1), free_bytes=5 * 1010)
+    before = made.make(SIZES, NUM_MICROBATCHES).plan.fused
+    assert before is not None
+    schedule = after_three_steps(made)
+    assert schedule.plan.fused == before + 5
+    assert any("5 more calls need not be recomputed" in message for message in told)
+    for _ in range(30):
+        made.observe(with_graphs(schedule, 1000))
+        schedule = made.improve(one_part=False) or schedule
+    assert schedule.plan.fused == before + 5
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({"free_bytes": 0.0}, (1000, 1000, 1000)),
+        ({"num_workers": 2}, (1000, 1000, 1000)),
+        ({"recompute": "all"}, (1000, 1000, 1000)),
+        ({}, (1000, 1500, 1000)),  # Lengths vary.
+        ({}, (0, 0, 0)),  # Nobody counted.
+    ],
+    ids=str,
+)
+def test_it_stays_as_it_is(given: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+    arguments: dict[str, Any] = {"num_workers": 1, "free_bytes": 1e9, **given}
+    made, _ = planner(machine=lambda: Machine(num_workers=arguments["num_workers"]), **arguments)
+    before = made.make(SIZES, NUM_MICROBATCHES).plan.fused
+    assert after_three_steps(made, sizes).plan.fused == before
+
+
+@pytest.mark.parametrize(("recompute", "fused"), [("all", 1), ("none", len(SIZES))])
+def test_what_is_recomputed_may_be_said(recompute: str, fused: int) -> None:
+    made, _ = planner(recompute=recompute, replica_groups=4 if recompute == "none" else 1)
+    schedule = made.make(SIZES, NUM_MICROBATCHES)
+    assert schedule.plan.fused == fused
+    for _ in range(40):
+        made.observe(step(schedule))
+        schedule = made.improve(one_part=False) or schedule
+    assert schedule.plan.fused == fused
+
+
+def test_without_recomputation_every_worker_has_micro_batches_of_its_own() -> None:
+    made, _ = planner(recompute="none", replica_groups=None)
+    assert made.make(SIZES, NUM_MICROBATCHES).replica_groups == NUM_WORKERS
+    with pytest.raises(PlanError, match="replica_groups=4"):
+        given_schedule("auto", 2, 4, None, "none")
