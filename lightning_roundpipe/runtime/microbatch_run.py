@@ -80,7 +80,7 @@ class MicroBatchRun:
         loss: the loss in it, likewise.
         order: the units that were called, by index.
         spans: tickets, with the marks between which they ran and those at which calls started.
-        graph_bytes: for calls that kept their graph, by place in the plan, what it holds; only where calls are timed.
+        graph_bytes: for calls that ran with a graph, by place in the plan, what it holds; only where calls are timed.
         writes_buffers: whether a forward pass has changed a buffer.
     """
 
@@ -423,12 +423,14 @@ class MicroBatchRun:
             record.inputs = inputs
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in arguments]
         args, kwargs = structure.unflatten(arguments)
-        watches_memory = keeps_graph and self._step.times_calls
+        watches_memory = with_graph and self._step.times_calls
         allocated = self._worker.allocated_bytes if watches_memory else 0
         with torch.set_grad_enabled(with_graph), record.autocast.entered(), record.captures.collecting():
             result = self._run(traits, forward, args, kwargs, scope, number, mode)
         if watches_memory:
-            self.graph_bytes[record.position] = self._worker.allocated_bytes - allocated
+            # The micro-batch that finds the order of calls has no places in it yet: they are those that it makes.
+            call = number if self._alone else record.position
+            self.graph_bytes[call] = self._worker.allocated_bytes - allocated
         self._check_arguments(traits, (args, kwargs), arguments, versions, learning=learning)
         record.buffers_before = self._close(scope, learn=learning)
         traits.changes_buffers |= bool(record.buffers_before)

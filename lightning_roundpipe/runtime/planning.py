@@ -93,6 +93,7 @@ class TrainingPlanner:
         self._recompute = recompute
         self._free_bytes = free_bytes
         self._graph_bytes: list[Mapping[int, int]] = []
+        self._first_graphs: Mapping[int, int] = {}
         self._step_s = self._update_s = 0.0
         self._has_grown, self._grown_bytes = False, 0
         self._notify = notify
@@ -141,6 +142,8 @@ class TrainingPlanner:
 
     def observe(self, stats: StepStats) -> None:
         """Learn from a training step what calls cost; steps of another number of micro-batches say nothing."""
+        if stats.probed:
+            self._first_graphs = stats.graph_bytes
         if not self.is_measuring or stats.probed or stats.schedule != self.schedule:
             return
         samples: dict[tuple[int, StageKind], list[float]] = defaultdict(list)
@@ -215,7 +218,7 @@ class TrainingPlanner:
         is_first, self._has_grown = not self._has_grown, True
         if self._recompute != "auto" or schedule.group_size > 1 or not is_first:
             return None
-        known = _known_graphs(self._sizes, self._graph_bytes)
+        known = _known_graphs(self._sizes, self._graph_bytes, self._first_graphs)
         if known is None:
             return None
         fused = largest_fused(
@@ -276,8 +279,16 @@ def _first_costs(sizes: Sequence[CallCost], seconds: Mapping[tuple[int, StageKin
     return costs
 
 
-def _known_graphs(sizes: Sequence[CallCost], samples: Sequence[Mapping[int, int]]) -> list[int] | None:
+def _known_graphs(
+    sizes: Sequence[CallCost], samples: Sequence[Mapping[int, int]], first: Mapping[int, int]
+) -> list[int] | None:
     """The bytes of every call's graph: its own, or that of a call of the same size; 0 for what nothing is known of.
+
+    Args:
+        sizes: the calls.
+        samples: what was measured in the steps that count.
+        first: what was measured in the first step, for calls of which these have none like them. Nothing was compiled
+            then, and weights came in between: it is too much rather than too little.
 
     Returns:
         None if they were not the same in all ``samples``.
@@ -288,7 +299,7 @@ def _known_graphs(sizes: Sequence[CallCost], samples: Sequence[Mapping[int, int]
         if max(others) > _SAME * min(others):
             return None
         alike[sizes[call]] = max(size, alike.get(sizes[call], 0))
-    return [alike.get(size, 0) for size in sizes]
+    return [alike.get(size, first.get(call, 0)) for call, size in enumerate(sizes)]
 
 
 def _costs_by_bytes(sizes: Sequence[CallCost]) -> list[CallCost]:

@@ -54,8 +54,8 @@ class StepStats:
         update_s: time spent on updates while the step ran, in seconds (0 where the optimizer steps afterwards).
         update_exposed_s: the part of it for which the step had to wait, in seconds.
         spans: the tickets that ran.
-        graph_bytes: for calls of the fused stage whose memory was watched (on GPUs, where calls are timed) what their
-            graphs hold, in bytes.
+        graph_bytes: for calls that ran with a graph, where memory was watched (on GPUs, while calls are timed), what it
+            holds, in bytes.
         transfers: uploads of weights and downloads of gradients, in seconds of `time.perf_counter`.
     """
 

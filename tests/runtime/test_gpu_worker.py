@@ -122,7 +122,8 @@ def test_fused_stage_grows_where_memory_is_free(name: str, monkeypatch: pytest.M
     strategy = RoundPipeStrategy(num_microbatches=3)
     found = train(case.module, case.batches(), strategy, 1, max_epochs=3)
     assert strategy.schedule is not None
-    assert strategy.schedule.plan.fused == strategy.schedule.plan.num_calls
+    # A frozen embedding runs without a graph.
+    assert strategy.schedule.plan.fused == strategy.schedule.plan.num_calls - (name == "llama_lora")
     assert_results_close(expected, found, rtol=3e-5)
 
 
