@@ -135,7 +135,7 @@ def test_recomputation_may_be_said(recompute: str, monkeypatch: pytest.MonkeyPat
         if not on_host:
             gpu_workers_on_the_host(monkeypatch)
         strategy = RoundPipeStrategy(num_microbatches=3, recompute=recompute)
-        assert_results_close(expected, train(case.module, case.batches(), strategy, 1))
+        assert_results_close(expected, train(case.module, case.batches(), strategy, 1), rtol=1e-5)
         assert strategy.schedule is not None
         plan = strategy.schedule.plan
         assert plan.fused == (1 if recompute == "all" else plan.num_calls)
