@@ -8,7 +8,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-__all__ = ["UpdateFence", "something_looks_between_steps"]
+__all__ = ["UpdateFence", "what_looks_between_steps"]
 
 _BETWEEN_STEPS = (
     "on_train_batch_start",
@@ -37,12 +37,18 @@ _BLIND = (
 """Callbacks of Lightning that look at neither weights nor gradients nor optimizer state between steps."""
 
 
-def something_looks_between_steps(module: pl.LightningModule) -> bool:
-    """Whether user code, or a callback that may look at weights, runs between an update and the next forward pass."""
+def what_looks_between_steps(module: pl.LightningModule) -> str | None:
+    """The hook of the user, or of a callback that may look at weights, between an update and the next forward pass."""
     trainer: Any = module.trainer
     seeing = [callback for callback in trainer.callbacks if not _is_blind(type(callback))]
     owners: list[Any] = [module, *seeing]
-    return any(is_overridden(hook, owner) for owner in owners for hook in _BETWEEN_STEPS if hasattr(owner, hook))
+    looks = (
+        f"`{hook}` of {type(owner).__name__}"
+        for owner in owners
+        for hook in _BETWEEN_STEPS
+        if hasattr(owner, hook) and is_overridden(hook, owner)
+    )
+    return next(looks, None)
 
 
 def _is_blind(callback: type[Callback]) -> bool:
@@ -57,27 +63,29 @@ class UpdateFence(Callback):
     Args:
         finish: waits until no update is under way, and raises what the optimizer raised.
         wait: waits, and raises nothing.
+        settle: what `finish` does, and sees that the next step computes with what the weights are after the hook.
     """
 
-    def __init__(self, finish: Callable[[], None], wait: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None], wait: Callable[[], None], settle: Callable[[], None]) -> None:
         self._finish = finish
         self._wait = wait
+        self._settle = settle
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait."""
-        self._finish()
+        self._settle()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait."""
-        self._finish()
+        self._settle()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait."""
-        self._finish()
+        self._settle()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait."""
-        self._finish()
+        self._settle()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait."""

@@ -40,6 +40,8 @@ class FusedKernels:
                     and not any(group.get(name) for name in _DEFAULT)
                     and group.get("foreach") is None
                     and not isinstance(group.get("lr"), Tensor)
+                    # The kernel of SGD fails on parameters that get their first gradient later than others.
+                    and not (isinstance(optimizer, torch.optim.SGD) and group["momentum"])
                     and all(p.is_floating_point() and p.layout is torch.strided for p in group["params"])
                 ):
                     group["fused"] = True

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_roundpipe.chunked_loss import KERNELS, chunked_causal_lm_loss, liger_is_installed
 from lightning_roundpipe.exceptions import PlanError
-from lightning_roundpipe.fence import UpdateFence, something_looks_between_steps
+from lightning_roundpipe.fence import UpdateFence, what_looks_between_steps
 from lightning_roundpipe.fused_kernels import FusedKernels
 from lightning_roundpipe.module_view import ModuleViews
 from lightning_roundpipe.overlap import (
@@ -92,7 +92,10 @@ class RoundPipeStrategy(ParallelStrategy):
             for each layer's update; the same numbers as with ``"off"``, where the optimizer steps when all gradients
             are, as in a plain Trainer. Where something needs all gradients before the update (clipping, loss scaling,
             hooks that look at gradients, optimizers that can not step in parts) that is said once in the log, and the
-            optimizer steps afterwards.
+            optimizer steps afterwards. ``"stale"``: a step computes with weights that lack the update of the step
+            before (never an older one), and so need not wait for it: the one-step delay of the RoundPipe paper. It
+            takes one more copy of the trained weights and of their gradients. Where something looks at weights between
+            steps, none is late; validation, checkpoints and hooks see finished weights.
         workers_per_device: number of workers that share each device.
         split_rules: how to split named parts of a batch whose shape does not tell: key or path (patterns allowed) to
             the dim to split on, or ``"replicate"``.
@@ -178,8 +181,8 @@ class RoundPipeStrategy(ParallelStrategy):
             )
         if optimizer_overlap is False:
             optimizer_overlap = "off"  # What YAML makes of an unquoted `off`.
-        if optimizer_overlap not in ("off", "exact"):
-            raise ValueError(f"`optimizer_overlap` must be 'off' or 'exact', but got {optimizer_overlap!r}.")
+        if optimizer_overlap not in ("off", "exact", "stale"):
+            raise ValueError(f"`optimizer_overlap` must be 'off', 'exact' or 'stale', but got {optimizer_overlap!r}.")
         if replica_groups != "auto" and not _is_count(replica_groups):
             raise ValueError(
                 f"`replica_groups` must be 'auto' or an integer of at least 1, but got {replica_groups!r}."
@@ -402,7 +405,7 @@ class RoundPipeStrategy(ParallelStrategy):
     def _raise_fence(self, trainer: "Trainer") -> None:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if self._fence is None:
-            self._fence = UpdateFence(self.finish_updates, self._wait_for_updates)
+            self._fence = UpdateFence(self.finish_updates, self._wait_for_updates, self._settle_updates)
         if self._fence not in callbacks:
             callbacks.insert(0, self._fence)
 
@@ -425,6 +428,11 @@ class RoundPipeStrategy(ParallelStrategy):
     def _unwrap_zero_grad(self) -> None:
         if vars(self._module).get("zero_grad") == self._finish_and_zero_grad:
             del vars(self._module)["zero_grad"]
+
+    def _settle_updates(self) -> None:
+        self.finish_updates()
+        if self._optimizer_overlap == "stale":
+            self._weights_may_change()
 
     def _wait_for_updates(self) -> None:
         if self._executor is not None:
@@ -467,6 +475,7 @@ class RoundPipeStrategy(ParallelStrategy):
             compute_dtype=compute_dtype,
             gpu_memory_limit=self._gpu_memory_limit,
             compile_options=self._compile_options,
+            delays_updates=self._optimizer_overlap == "stale" and module.automatic_optimization,
         )
         _log.debug("units: %s", ", ".join(map(str, executor.units)))
         return executor
@@ -605,14 +614,15 @@ class RoundPipeStrategy(ParallelStrategy):
         if self._manual_run is not None:
             return self._step_inside_manual_run(self._manual_run, optimizer, closure, model, **kwargs)
         # Poisoned masters (see `testing`) get their values back after the step.
-        if self._optimizer_overlap == "exact" and self._module.automatic_optimization and not self.poison_masters:
+        if self._optimizer_overlap != "off" and self._module.automatic_optimization and not self.poison_masters:
             reason = reason_against_overlap(self._module, optimizer, self.precision_plugin)
-            reaches = self._may_reach(optimizer)
+            against_reaching = self._reason_against_reaching(optimizer)
+            reaches = against_reaching is None and id(optimizer) in self._steady
+            if self._optimizer_overlap == "stale" and against_reaching is not None:
+                self._tell_once(f"No step lacks the update of the step before, because {against_reaching}.")
             if reason is None or reaches:
                 return self._step_in_parts(optimizer, closure, along=reason is None, reaches=reaches)
-            if reason not in self._told:
-                self._told.add(reason)
-                rank_zero_info(f"The optimizer steps after the backward pass, not along with it, because {reason}.")
+            self._tell_once(f"The optimizer steps after the backward pass, not along with it, because {reason}.")
         before = _group_values(optimizer)
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -620,18 +630,25 @@ class RoundPipeStrategy(ParallelStrategy):
             self._weights_may_change()
             self._steady[id(optimizer)] = before == _group_values(optimizer)
 
-    def _may_reach(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the update may go on after the step, into the next one's forward pass.
+    def _reason_against_reaching(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """Why the update may not go on after the step, into the next one's forward pass; None if it may.
 
-        Nothing may look in between, and the optimizer must have been seen to leave its parameter groups alone, of which
-        the next step takes a snapshot.
+        The next step takes a snapshot of the parameter groups, so that the optimizer must leave them alone; whether it
+        does is seen in its first step.
         """
-        return (
-            self._steady.get(id(optimizer), False)
-            and getattr(self.precision_plugin, "scaler", None) is None
-            and reason_against_parts(optimizer) is None
-            and not something_looks_between_steps(self._module)
-        )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            return "the loss is scaled"
+        if (reason := reason_against_parts(optimizer)) is not None:
+            return reason
+        if not self._steady.get(id(optimizer), True):
+            return f"{type(optimizer).__name__} writes to its parameter groups"
+        looks = what_looks_between_steps(self._module)
+        return None if looks is None else f"{looks} may look at weights between steps"
+
+    def _tell_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            rank_zero_info(message)
 
     def _step_inside_manual_run(
         self, run: ManualRun, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
@@ -652,7 +669,8 @@ class RoundPipeStrategy(ParallelStrategy):
         before = _group_values(optimizer)
         stepper = PartialStepper(optimizer)
         if along:
-            self._update = UpdateRequest(stepper, 1 / accumulated, self._starts_anew(), leaves_rest=reaches)
+            delays = reaches and self._executor.delays_updates
+            self._update = UpdateRequest(stepper, 1 / accumulated, self._starts_anew(), reaches, delays)
         try:
             # What `optimizer.step(closure)` of the precision plugin calls first: the closure, then the hooks.
             result = self.precision_plugin._wrap_closure(self._module, optimizer, closure)

@@ -114,6 +114,7 @@ class Executor:
         compute_dtype: dtype to which float32 parameters are converted for computation; None to leave them.
         gpu_memory_limit: share of the GPU memory that is free at the start which may be used.
         compile_options: keyword arguments of `torch.compile` for units; None to run them eagerly.
+        delays_updates: whether steps may lack the update before them (see [Note: Delayed updates]).
 
     Attributes:
         writes_buffers: whether forward passes of training were seen to change a buffer.
@@ -128,12 +129,13 @@ class Executor:
     compute_dtype: torch.dtype | None = None
     gpu_memory_limit: float = 0.9
     compile_options: Mapping[str, Any] | None = None
+    delays_updates: bool = False
     poison_masters: bool = field(default=False, init=False)
     times_calls: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         pin = any(device.type == "cuda" for device in self.devices)
-        self.store = HostStore(self.compute_dtype, pin=pin, warn=self.warn_once)
+        self.store = HostStore(self.compute_dtype, pin=pin, warn=self.warn_once, delays=self.delays_updates)
         self._warned: set[str] = set()
         self._threads = ThreadPool("roundpipe-microbatch")
         self.store.adopt(self.root, self.units)
@@ -177,12 +179,15 @@ class Executor:
         self._orders[kind] = _Order(self._orders[kind].units, schedule)
 
     def update_later(self, stepper: PartialStepper) -> None:
-        """Take what is left of an optimizer step in the background, in the order in which the next step needs it."""
+        """Take what is left of an optimizer step in the background, in the order in which the next step needs it.
+
+        With `delays_updates` the next step does not wait for it.
+        """
         self.finish_updates()
         needed = self._needed()
         # What no unit owns comes first: user code may ask for it at once.
         rest = sorted(stepper.remaining(), key=lambda parameter: needed.get(id(parameter), -1))
-        self.store.pending = PendingStep(stepper, rest, self.store.refresh_parameters)
+        self.store.pending = PendingStep(stepper, rest, self.store, delays=self.delays_updates)
         self.store.pending.start()
 
     def _needed(self) -> dict[int, int]:
@@ -435,7 +440,8 @@ class Executor:
                 worker.invalidate()
             self._stale = False
         for worker in self.workers:
-            worker.overwrites_grad = overwrites_grad
+            # A delayed update still uses ``.grad``.
+            worker.overwrites_grad = overwrites_grad and not self.delays_updates
             worker.begin_step()
         if self._compiled is not None:
             self._compiled.begin_step()

@@ -207,6 +207,7 @@ class GpuWorker(Worker):
             return slot
         if slot is not None:
             self._evict(id(home))
+        version = home.version  # As it is before anything is read.
         target = self._store.dtype_of(home.parameters[0])
         num_elements = home.slab.num_bytes // home.slab.dtype.itemsize
         self._make_room(num_elements * target.itemsize)
@@ -218,8 +219,9 @@ class GpuWorker(Worker):
             tensors = home.slab.views_of(flat)
         weights = dict(zip(map(id, home.parameters), tensors, strict=True))
         ready = self._event(self._h2d)
+        self._store.uploading(home, ready)
         self.transfers.append((Lane.H2D, start, ready, home.slab.payload_bytes))
-        slot = _Slot(flat, home, home.version, weights, ready)
+        slot = _Slot(flat, home, version, weights, ready)
         self._slots[id(home)] = slot
         return slot
 

@@ -4,7 +4,9 @@
 master: the `nn.Parameter` of the user's module, in host memory. There is one truth, and this is it.
 compute copy: a worker's, in the dtype of computation. With GPUs the master's memory is moved into a pinned slab, under
     the same `nn.Parameter`, and is uploaded as it is; the worker converts it. Only a frozen master that computes in
-    another dtype has a copy in host memory, converted once: it is uploaded again and again, and never updated.
+    another dtype has a copy in host memory, converted once: it is uploaded again and again, and never updated. Where
+    updates are delayed, every trainable master has one, too, for virtual workers as well: workers read the copy while
+    the master is updated.
 gradient: where the sum over a batch lands. It becomes ``.grad`` when Lightning expects it (see `publish`).
 partial sum: what the micro-batch that learns the order of calls has contributed, told apart by place of use.
 
@@ -13,7 +15,7 @@ order: the bits of the result do not depend on which worker finished first, or o
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -57,13 +59,15 @@ class WeightSlab:
 
     Attributes:
         parameters: in the order of the slab's tensors.
-        slab: the masters themselves, or (of frozen ones) copies in the dtype of computation.
+        slab: the masters themselves, or copies in the dtype of computation.
         version: counts the refreshes; an upload of an older version is stale.
+        uploads: passed when those who may still read the slab have done so.
     """
 
     parameters: list[Tensor]
     slab: Slab
     version: int = 0
+    uploads: list[torch.cuda.Event] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -101,6 +105,7 @@ class HostStore:
         compute_dtype: dtype to which float32 parameters are converted for computation; None to leave them.
         pin: whether there are GPUs to copy to and from.
         warn: tells the user something.
+        delays: whether workers read copies of trainable parameters, which may lack the last update.
 
     Threading: every method may be called from any thread, except `adopt`, `refresh` and `close`.
     """
@@ -108,8 +113,10 @@ class HostStore:
     compute_dtype: torch.dtype | None
     pin: bool
     warn: Callable[[str], None]
+    delays: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _slabs: dict[int, WeightSlab] = field(default_factory=dict, init=False)
+    _delayed: dict[int, Tensor] = field(default_factory=dict, init=False)
     _partials: dict[tuple[int, UsePlace], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
     _full_precision: set[int] = field(default_factory=set, init=False)
     _sums: dict[int, tuple[Tensor, list[LandedSum]]] = field(default_factory=dict, init=False)
@@ -134,14 +141,14 @@ class HostStore:
 
     def uploaded_dtype(self, parameter: Tensor) -> torch.dtype:
         """The dtype in which ``parameter`` crosses the link."""
-        return parameter.dtype if parameter.requires_grad else self.dtype_of(parameter)
+        return parameter.dtype if parameter.requires_grad and not self.delays else self.dtype_of(parameter)
 
     def uploaded_bytes(self, parameter: Tensor) -> int:
         """The bytes that cross the link when ``parameter`` is uploaded."""
         return parameter.numel() * self.uploaded_dtype(parameter).itemsize
 
     def adopt(self, root: nn.Module, units: Sequence[Unit]) -> None:
-        """Decide how parameters compute, and lay out in pinned slabs what GPUs read.
+        """Decide how parameters compute, and lay out in slabs what GPUs read, and copies that may lack an update.
 
         Frozen and trainable parameters of a unit are apart: the first need not be uploaded again after an update. So
         are dtypes: all of a slab is converted alike.
@@ -149,14 +156,14 @@ class HostStore:
         for module in root.modules():
             if isinstance(module, _MIXED_DTYPES_REFUSED):
                 self._full_precision.update(map(id, module.parameters(recurse=False)))
-        if not self.pin:
+        if not self.pin and not self.delays:
             return
         groups: list[Sequence[nn.Parameter]] = [unit.parameters for unit in units]
         groups += [[parameter] for parameter in root.parameters()]
         for group in groups:
             alike: dict[tuple[bool, torch.dtype, torch.dtype], list[nn.Parameter]] = {}
             for parameter in group:
-                if id(parameter) not in self._slabs:
+                if id(parameter) not in self._slabs and (self.pin or parameter.requires_grad):
                     kind = parameter.requires_grad, parameter.dtype, self.dtype_of(parameter)
                     alike.setdefault(kind, []).append(parameter)
             for parameters in alike.values():
@@ -164,10 +171,12 @@ class HostStore:
 
     def _adopt(self, new: Sequence[nn.Parameter]) -> None:
         likes = [(parameter.shape, self.uploaded_dtype(parameter)) for parameter in new]
-        home = WeightSlab(list(new), Slab(likes, pin=True, warn=self.warn))
+        home = WeightSlab(list(new), Slab(likes, pin=self.pin, warn=self.warn))
         for parameter, tensor in zip(new, home.slab.tensors, strict=True):
             tensor.copy_(parameter.detach())
-            if tensor.dtype == parameter.dtype:
+            if self.delays and parameter.requires_grad:
+                self._delayed[id(parameter)] = tensor
+            elif tensor.dtype == parameter.dtype:
                 # One copy in memory: the slab becomes the master's own memory.
                 parameter.data = tensor
             self._slabs[id(parameter)] = home
@@ -184,53 +193,84 @@ class HostStore:
                 ones are, by samples.
         """
         for home in self._homes():
-            if self.is_pending(home.parameters):
-                continue  # Its update will refresh it.
-            changed = False
-            for parameter in home.parameters:
-                changed |= (everything and parameter.requires_grad) or self._has_changed(parameter)
+            if self.is_updating(home.parameters):
+                continue  # Its update refreshes it, and is no change by the user.
+            changed = {
+                id(parameter)
+                for parameter in home.parameters
+                if self._has_changed(parameter) or (everything and parameter.requires_grad)
+            }
             if changed:
-                for parameter, copy in home.copies:
-                    copy.copy_(self.weight(parameter))
-                home.version += 1
+                self._copy(home, changed)
 
     def is_pending(self, parameters: Iterable[Tensor]) -> bool:
         """Whether any of ``parameters`` has not been updated yet by the optimizer step before."""
         pending = self.pending
         return pending is not None and any(map(pending.is_pending, parameters))
 
+    def is_updating(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the optimizer step before has still to do with any of ``parameters``."""
+        pending = self.pending
+        return pending is not None and any(map(pending.is_updating, parameters))
+
     def await_update(self, parameters: Iterable[Tensor]) -> None:
-        """Wait until the optimizer step before has updated ``parameters``."""
+        """Wait until the optimizer step before lets ``parameters`` be used."""
         if (pending := self.pending) is not None:
             for parameter in parameters:
                 pending.await_update(parameter)
 
     def refresh_parameters(self, parameters: Iterable[Tensor]) -> None:
-        """Carry parameters that were just updated into their compute copies."""
-        wanted = {id(parameter) for parameter in parameters}
-        for home in {id(home): home for key in wanted if (home := self._slabs.get(key)) is not None}.values():
-            for parameter, copy in home.copies:
-                if id(parameter) in wanted:
-                    copy.copy_(parameter.detach())
-            for parameter in home.parameters:
-                if id(parameter) in wanted:
-                    self._has_changed(parameter)
-            home.version += 1
+        """Carry the masters of ``parameters`` into their compute copies."""
+        wanted = {id(parameter): parameter for parameter in parameters}
+        for home in self._homes(wanted):
+            self._copy(home, wanted.keys())
+        self.note_update(wanted.values())
+
+    def note_update(self, parameters: Iterable[Tensor]) -> None:
+        """``parameters`` were updated: `refresh` is not to take that for a change by the user."""
+        for parameter in parameters:
+            if id(parameter) in self._slabs:
+                self._has_changed(parameter)
+
+    def uploading(self, home: WeightSlab, event: torch.cuda.Event) -> None:
+        """An upload reads ``home`` until ``event`` is passed."""
+        with self._lock:
+            home.uploads = [upload for upload in home.uploads if not upload.query()]
+            home.uploads.append(event)
+
+    def await_uploads(self, parameters: Iterable[Tensor]) -> None:
+        """Wait until no upload that was started reads the memory of ``parameters``: they may be written then."""
+        for home in self._homes(map(id, parameters)):
+            with self._lock:
+                uploads, home.uploads = home.uploads, []
+            for event in uploads:
+                event.synchronize()
+
+    def _copy(self, home: WeightSlab, wanted: Collection[int]) -> None:
+        for parameter, copy in home.copies:
+            if id(parameter) in wanted:
+                copy.copy_(self._master(parameter))
+        home.version += 1  # Only now: an upload that began before may have read anything.
 
     def _has_changed(self, parameter: Tensor) -> bool:
-        """Whether a frozen parameter was written to: by its version, or (writes to ``.data`` leave that) by samples."""
-        values = self.weight(parameter).flatten()
+        """Whether a parameter was written to: by its version, or (writes to ``.data`` leave that) by samples."""
+        values = self._master(parameter).flatten()
         now = parameter._version, values[:: max(1, values.numel() // _SAMPLES)].clone()
         before = self._fingerprints.get(id(parameter))
         self._fingerprints[id(parameter)] = now
         return before is None or before[0] != now[0] or not torch.equal(before[1], now[1])
 
-    def _homes(self) -> list[WeightSlab]:
-        return list({id(home): home for home in self._slabs.values()}.values())
+    def _homes(self, keys: Iterable[int] | None = None) -> list[WeightSlab]:
+        homes = map(self._slabs.get, self._slabs if keys is None else keys)
+        return list({id(home): home for home in homes if home is not None}.values())
+
+    def _master(self, parameter: Tensor) -> Tensor:
+        return self._hidden.get(id(parameter), parameter).detach()
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """The values of ``parameter``, for workers in host memory."""
-        return self._hidden.get(id(parameter), parameter).detach()
+        """The values of ``parameter`` with which workers compute, in host memory."""
+        delayed = self._delayed.get(id(parameter))
+        return self._master(parameter) if delayed is None else delayed
 
     # ------------------------------------------------------------------ gradients
 
@@ -399,6 +439,7 @@ class HostStore:
         for slab in self._all_slabs():
             slab.unpin()
         self._slabs.clear()
+        self._delayed.clear()
         self._landings.clear()
 
     def _all_slabs(self) -> list[Slab]:

@@ -3,16 +3,28 @@
 It takes the parameters in the order in which the forward pass will need them, and whoever needs one waits for it: no
 weight is read before it is updated. Everything else that looks at parameters, gradients or optimizer state waits for
 the whole step (see `UpdateFence`).
+
+[Note: Delayed updates]
+RoundPipe (arXiv 2604.27085) lets a step compute with weights that lack the update of the step before, and so never
+waits for it. Workers then read copies of the trainable parameters. When the gradient of step t is complete, nothing in
+step t reads the copy any more: it is refreshed from the master, which has the update of step t-1, and then the master
+is updated with the gradient of step t. The next step waits for the refresh only. A step does not end before the update
+of the step before has, so that none is ever two updates behind.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.runtime.partial_step import PartialStepper
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.host_store import HostStore
 
 __all__ = ["PendingStep"]
 
@@ -26,22 +38,25 @@ class PendingStep:
     Args:
         stepper: the step; its parameters have their complete ``.grad``.
         parameters: what is left to be stepped, in the order in which it is needed.
-        refresh: carries parameters that were just updated into their compute copies.
+        store: told of updates, and refreshes compute copies.
+        delays: whether compute copies are refreshed before the update instead of after it, and so lack it.
 
     Attributes:
         update_s: time spent on updates so far, in seconds.
         waited_s: time for which threads waited for a parameter so far, in seconds.
 
-    Threading: `await_update` and `is_pending` may be called from any thread.
+    Threading: `await_update`, `is_pending` and `is_updating` may be called from any thread.
     """
 
     def __init__(
-        self, stepper: PartialStepper, parameters: Sequence[Tensor], refresh: Callable[[Iterable[Tensor]], None]
+        self, stepper: PartialStepper, parameters: Sequence[Tensor], store: "HostStore", *, delays: bool = False
     ) -> None:
         self._stepper = stepper
         self._parameters = parameters
-        self._refresh = refresh
+        self._store = store
+        self._delays = delays
         self._left = {id(parameter) for parameter in parameters}
+        self._updating = set(self._left)
         self._progress = threading.Condition()
         self._error: BaseException | None = None
         self._num_threads = torch.get_num_threads()
@@ -54,11 +69,15 @@ class PendingStep:
         self._thread.start()
 
     def is_pending(self, parameter: Tensor) -> bool:
-        """Whether ``parameter`` has not been updated yet."""
+        """Whether the next step may not use ``parameter`` yet."""
         return id(parameter) in self._left
 
+    def is_updating(self, parameter: Tensor) -> bool:
+        """Whether ``parameter`` has not been updated yet."""
+        return id(parameter) in self._updating
+
     def await_update(self, parameter: Tensor) -> None:
-        """Wait until ``parameter`` has been updated."""
+        """Wait until the next step may use ``parameter``."""
         if id(parameter) not in self._left:
             return
         start = time.perf_counter()
@@ -85,20 +104,36 @@ class PendingStep:
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         try:
-            for batch in _batches(self._parameters):
-                start = time.perf_counter()
-                self._stepper.step(batch)
-                self._refresh(batch)
-                self.update_s += time.perf_counter() - start
-                self._done(batch)
+            batches = list(_batches(self._parameters))
+            if self._delays:
+                for batch in batches:
+                    with self._timed():
+                        self._store.refresh_parameters(batch)
+                    self._release(batch)
+            for batch in batches:
+                with self._timed():
+                    self._stepper.step(batch)
+                    if self._delays:
+                        self._store.note_update(batch)
+                    else:
+                        self._store.refresh_parameters(batch)
+                self._updating.difference_update(map(id, batch))
+                self._release(batch)
             self._stepper.finish()
         except BaseException as error:  # raised by `join`
             error.add_note("While updating parameters in the background, after the training step.")
             self._error = error
         finally:
-            self._done(self._parameters)
+            self._updating.clear()
+            self._release(self._parameters)
 
-    def _done(self, parameters: Iterable[Tensor]) -> None:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.update_s += time.perf_counter() - start
+
+    def _release(self, parameters: Iterable[Tensor]) -> None:
         with self._progress:
             self._left.difference_update(map(id, parameters))
             self._progress.notify_all()

@@ -9,7 +9,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +33,14 @@ class UpdateRequest:
         factor: factor on the gradients of the batch (1 / number of accumulated batches).
         fresh: whether ``.grad`` starts anew with the batch; otherwise it is added to.
         leaves_rest: whether parameters that are not updated when the pipeline has ended are left to the caller.
+        delays: whether the next step is to lack the update (see [Note: Delayed updates]).
     """
 
     stepper: PartialStepper
     factor: float
     fresh: bool
     leaves_rest: bool = False
+    delays: bool = False
 
 
 class Updater:
@@ -46,7 +48,7 @@ class Updater:
 
     Args:
         request: the step.
-        store: where gradients land; its compute copies are refreshed right behind the update.
+        store: where gradients land; its compute copies are refreshed right behind the update, or right before.
         after: a step that must end first.
         needed: when the next forward pass needs a parameter, by its id; what is missing is needed at once.
 
@@ -61,6 +63,7 @@ class Updater:
     ) -> None:
         self._after = after
         self._leaves_rest = request.leaves_rest
+        self._delays = request.delays
         self._leaving = False
         self._stepper = request.stepper
         self._factor = request.factor
@@ -69,6 +72,7 @@ class Updater:
         self.update_s = 0.0
         self.exposed_s = 0.0
         self._needed = needed
+        self._seen: set[int] = set()
         self._queue: queue.PriorityQueue[tuple[float, int, Tensor | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()  # Parameters can not be compared.
         self._error: BaseException | None = None
@@ -81,7 +85,7 @@ class Updater:
         self._thread.start()
 
     def submit(self, parameter: Tensor) -> None:
-        """The gradient of ``parameter`` is complete."""
+        """The gradient of ``parameter`` is complete; several workers may notice that at the same time."""
         if self._stepper.owns(parameter):
             self._queue.put((self._needed.get(id(parameter), -1), next(self._numbers), parameter))
 
@@ -124,7 +128,9 @@ class Updater:
                 parameters = self._next()
                 if parameters is None:
                     return
-                self._update(parameters)
+                new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self._seen}
+                self._seen |= new.keys()
+                self._update(list(new.values()))
         except BaseException as error:  # raised by `finish`
             error.add_note("While updating parameters in the background, as their gradients were complete.")
             self._error = error
@@ -143,11 +149,17 @@ class Updater:
             parameters.append(parameter)
         return parameters
 
-    def _update(self, parameters: Iterable[Tensor]) -> None:
+    def _update(self, parameters: Sequence[Tensor]) -> None:
         changed = self._complete(parameters)
+        self._store.await_uploads(parameters)
         start = time.perf_counter()  # Waiting for gradients is not updating.
-        self._stepper.step(changed)
-        self._store.refresh_parameters(changed)
+        if self._delays:
+            self._store.refresh_parameters(parameters)
+            self._stepper.step(changed)
+            self._store.note_update(changed)
+        else:
+            self._stepper.step(changed)
+            self._store.refresh_parameters(changed)
         self.update_s += time.perf_counter() - start
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipePrecision, RoundPipeStrategy
 from tests.helpers.equivalence import TrainResult, assert_results_close, train
+from tests.helpers.late import Late
 from tests.helpers.models import CASES, Block, Case, seeded
 
 pytestmark = pytest.mark.gpu
@@ -148,6 +149,10 @@ class UsedThrice(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class LateUsedThrice(Late, UsedThrice):
+    """Computes one update behind."""
+
+
 def test_a_weight_used_thrice_is_added_up_in_a_fixed_order() -> None:
     """Whatever the number of workers, and however their stages interleave."""
     states = []
@@ -178,9 +183,9 @@ def test_compiled_units(overlap: str) -> None:
 @pytest.mark.parametrize("half_weights", [False, True])
 def test_updates_that_reach_into_the_next_step(workers: int, flags: dict[str, Any], half_weights: bool) -> None:
     states = []
-    for overlap in ("off", "exact"):
+    for overlap, cls in (("off", UsedThrice), ("exact", UsedThrice), ("off", LateUsedThrice), ("stale", UsedThrice)):
         torch.manual_seed(0)
-        module = UsedThrice()
+        module = cls()
         module.configure_optimizers = lambda module=module: torch.optim.AdamW(module.parameters(), lr=1e-3)  # type: ignore[misc]
         batches = [torch.randn(16, 64, generator=torch.Generator().manual_seed(step)) for step in range(12)]
         strategy = RoundPipeStrategy(num_microbatches=4, workers_per_device=workers, optimizer_overlap=overlap)
@@ -191,4 +196,6 @@ def test_updates_that_reach_into_the_next_step(workers: int, flags: dict[str, An
         )  # fmt: skip
         trainer.fit(module, DataLoader(batches, batch_size=None))
         states.append(module.state_dict())
-    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
+    for reference, found in (states[:2], states[2:]):
+        assert all(torch.equal(found[name], tensor) for name, tensor in reference.items())
+    assert not torch.equal(states[0]["layers.0.weight"], states[2]["layers.0.weight"])

@@ -37,10 +37,11 @@ def test_they_are_chosen_and_agree(name: str) -> None:
         lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
         lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
         lambda p: torch.optim.RMSprop(p, lr=1e-2),
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
         lambda p: torch.optim.Adagrad(p, lr=1e-2),
     ],
 )  # fmt: skip
-def test_what_the_user_said_stands(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_nothing_is_chosen_against_the_user_or_the_kernels(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
     module = fit(optimizer)
     assert not any(group.get("fused") for group in module.trainer.optimizers[0].param_groups)
 
