@@ -176,6 +176,8 @@ class Executor:
 
     def adopt(self, kind: str, schedule: Schedule) -> None:
         """Run steps of ``kind``, whose order of calls is known, by another schedule from now on."""
+        for worker in self.workers:
+            worker.tidy()
         self._orders[kind] = _Order(self._orders[kind].units, schedule)
 
     def update_later(self, stepper: PartialStepper) -> None:

@@ -382,6 +382,11 @@ class GpuWorker(Worker):
         self._now, self._upcoming = [], []
         self._in_flight.clear()
 
+    def tidy(self) -> None:
+        """Give back the memory that is cached, in pieces of the sizes that another schedule needed."""
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
     def invalidate(self) -> None:
         """Forget buffers: the host's may have been written without a trace."""
         self._buffers.clear()

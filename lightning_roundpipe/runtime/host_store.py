@@ -308,6 +308,12 @@ class HostStore:
             if self.uses.is_complete(parameter):
                 self.on_complete(parameter)
 
+    def has_arrived(self, parameter: Tensor) -> bool:
+        """Whether all that has been landed for ``parameter`` is in host memory."""
+        with self._lock:
+            _, sums = self._sums.get(id(parameter), (parameter, []))
+            return all(landed.event is None or landed.event.query() for landed in sums)
+
     def take_gradient(self, parameter: Tensor) -> Tensor | None:
         """Wait for all of one parameter's gradient and take it; None if there is none."""
         with self._lock:

@@ -35,6 +35,9 @@ _SEARCH_AFTER = (3, 10, 30)
 _LONGEST_SEARCH_S = 2.0
 _MOST_CALLS = 300
 
+_GROWTH = 0.6
+"""Share of the free memory that a growing fused stage takes at once: sizes are estimates, and memory has gaps."""
+
 _SAME = 1.02
 """Graphs whose sizes differ by no more than this factor are taken for equal: allocators round."""
 
@@ -53,7 +56,7 @@ class TrainingPlanner:
 
     [Note: Recomputation]
     Calls of the fused stage are not recomputed. On a GPU that runs all stages of its micro-batches, that stage grows
-    once, at the first new plan, into the memory that has not been in use until then (see `plan.memory.largest_fused`):
+    at each new plan into a part of the memory that has not been in use until then (see `plan.memory.largest_fused`):
     how far depends on memory, and on times only where the update of the weights is the limit. Where the graphs of a
     call were not equally large in all steps, lengths vary, and memory is left free for longer ones.
 
@@ -95,7 +98,7 @@ class TrainingPlanner:
         self._graph_bytes: list[Mapping[int, int]] = []
         self._first_graphs: Mapping[int, int] = {}
         self._step_s = self._update_s = 0.0
-        self._has_grown, self._grown_bytes = False, 0
+        self._grown_bytes = 0
         self._notify = notify
         self._show = show
         self._sizes: tuple[CallCost, ...] = ()
@@ -121,7 +124,7 @@ class TrainingPlanner:
         """
         self._sizes, self._measured, self._num_measured = tuple(sizes), None, 0
         self._graph_bytes.clear()
-        self._has_grown, self._grown_bytes = False, 0
+        self._grown_bytes = 0
         if self._given is not None:
             if self._given.plan.num_calls != len(sizes):
                 raise PlanError(
@@ -211,21 +214,21 @@ class TrainingPlanner:
         return self.schedule
 
     def _grow_fused(self) -> Schedule | None:
-        """Take as many calls into the fused stage as memory allows, the first time."""
+        """Take more calls into the fused stage, where memory allows."""
         schedule, measured = self.schedule, self._measured
         assert schedule is not None
         assert measured is not None
-        is_first, self._has_grown = not self._has_grown, True
-        if self._recompute != "auto" or schedule.group_size > 1 or not is_first:
+        samples, self._graph_bytes = self._graph_bytes, []
+        if self._recompute != "auto" or schedule.group_size > 1:
             return None
-        known = _known_graphs(self._sizes, self._graph_bytes, self._first_graphs)
+        known = _known_graphs(self._sizes, samples, self._first_graphs)
         if known is None:
             return None
         fused = largest_fused(
             [replace(cost, graph_bytes=size) for cost, size in zip(measured.costs, known, strict=True)],
             schedule.plan,
             num_microbatches=-(-schedule.num_microbatches // schedule.replica_groups),
-            free_bytes=self._free_bytes(),
+            free_bytes=_GROWTH * self._free_bytes(),
             weight_bytes=self._machine_now().worker_memory_bytes,
             step_s=self._step_s,
             update_s=self._update_s,

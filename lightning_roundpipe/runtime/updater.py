@@ -4,9 +4,6 @@ Gradients are complete in the reverse of the order in which the next forward pas
 there, the one that is needed first is updated first: what is left at the end of the step is then needed late.
 """
 
-import itertools
-import math
-import queue
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,9 +69,10 @@ class Updater:
         self.update_s = 0.0
         self.exposed_s = 0.0
         self._needed = needed
-        self._seen: set[int] = set()
-        self._queue: queue.PriorityQueue[tuple[float, int, Tensor | None]] = queue.PriorityQueue()
-        self._numbers = itertools.count()  # Parameters can not be compared.
+        self._submitted: set[int] = set()
+        self._waiting: list[Tensor] = []
+        self._closed = False
+        self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._num_threads = torch.get_num_threads()
         self.updated: list[tuple[Tensor, Tensor]] = []
@@ -86,11 +84,16 @@ class Updater:
 
     def submit(self, parameter: Tensor) -> None:
         """The gradient of ``parameter`` is complete; several workers may notice that at the same time."""
-        if self._stepper.owns(parameter):
-            self._queue.put((self._needed.get(id(parameter), -1), next(self._numbers), parameter))
+        with self._changed:
+            if self._stepper.owns(parameter) and id(parameter) not in self._submitted:
+                self._submitted.add(id(parameter))
+                self._waiting.append(parameter)
+                self._changed.notify()
 
     def _close(self) -> None:
-        self._queue.put((math.inf, next(self._numbers), None))
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
 
     def finish(self) -> None:
         """Update what is left, or complete its gradients if it is left to the caller, and wait for the end.
@@ -128,26 +131,29 @@ class Updater:
                 parameters = self._next()
                 if parameters is None:
                     return
-                new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self._seen}
-                self._seen |= new.keys()
-                self._update(list(new.values()))
+                self._update(parameters)
         except BaseException as error:  # raised by `finish`
             error.add_note("While updating parameters in the background, as their gradients were complete.")
             self._error = error
 
     def _next(self) -> list[Tensor] | None:
-        _, _, first = self._queue.get()
-        if first is None:
-            return None
-        parameters = [first]
-        # As many together as are there, within bounds: the end must not wait for too many.
-        while not self._queue.empty() and sum(parameter.numel() for parameter in parameters) < _BATCH_ELEMENTS:
-            _, _, parameter = self._queue.get()
-            if parameter is None:
-                self._close()
-                break
-            parameters.append(parameter)
-        return parameters
+        """What to update next; None when all is done and nothing more comes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                return None
+            chosen: list[Tensor] = []
+            # As many together as are there, within bounds: the end must not wait for too many.
+            for parameter in sorted(self._waiting, key=lambda parameter: self._needed.get(id(parameter), -1)):
+                if sum(other.numel() for other in chosen) >= _BATCH_ELEMENTS:
+                    break
+                # A GPU is behind the thread that drives it: what was given last may be long in coming.
+                if self._store.has_arrived(parameter):
+                    chosen.append(parameter)
+            chosen = chosen or self._waiting[:1]
+            taken = set(map(id, chosen))
+            self._waiting = [parameter for parameter in self._waiting if id(parameter) not in taken]
+            return chosen
 
     def _update(self, parameters: Sequence[Tensor]) -> None:
         changed = self._complete(parameters)

@@ -257,5 +257,8 @@ class Worker:
         self._buffers.clear()
         self._sums.clear()
 
+    def tidy(self) -> None:
+        """Get ready for another schedule, whose memory has another shape."""
+
     def invalidate(self) -> None:
         """Forget what lasts longer than a step: the host's tensors may have been written without a trace."""

@@ -73,12 +73,14 @@ def gpu_workers_on_the_host(
         "memory_allocated": lambda device: 0,
         "max_memory_allocated": lambda device: 0,
         "set_stream": lambda stream: None,
+        "device": lambda device: contextlib.nullcontext(),
+        "empty_cache": lambda: None,
         "stream": lambda stream: contextlib.nullcontext(),
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(Slab, "_register", lambda slab, num_bytes, warn: True)
-    monkeypatch.setattr(executor_module, "HostStore", lambda dtype, pin, warn: HostStore(dtype, pin=True, warn=warn))
+    monkeypatch.setattr(executor_module, "HostStore", lambda dtype, **given: HostStore(dtype, **{**given, "pin": True}))
 
     def make_worker(executor: Any, index: int, device: torch.device) -> GpuWorker:
         worker = make(index, device, executor.store, budget_bytes, memory_bytes)

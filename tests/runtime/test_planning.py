@@ -275,17 +275,17 @@ def after_three_steps(made: TrainingPlanner, sizes: tuple[int, int, int] = (1000
     return made.schedule
 
 
-def test_the_fused_stage_grows_into_free_memory_once() -> None:
-    made, told = planner(num_workers=1, machine=lambda: Machine(num_workers=1), free_bytes=5 * 1010)
+def test_the_fused_stage_grows_into_free_memory() -> None:
+    made, told = planner(num_workers=1, machine=lambda: Machine(num_workers=1), free_bytes=9 * 1010)
     before = made.make(SIZES, NUM_MICROBATCHES).plan.fused
     assert before is not None
     schedule = after_three_steps(made)
-    assert schedule.plan.fused == before + 5
+    assert schedule.plan.fused == before + 5  # six tenths of what is free
     assert any("5 more calls need not be recomputed" in message for message in told)
-    for _ in range(30):
+    for _ in range(40):
         made.observe(with_graphs(schedule, 1000))
         schedule = made.improve(one_part=False) or schedule
-    assert schedule.plan.fused == before + 5
+    assert schedule.plan.fused == before + 3 * 5  # at each new plan
 
 
 @pytest.mark.parametrize(
