@@ -171,7 +171,7 @@ class Executor:
 
     @property
     def free_bytes(self) -> float:
-        """Memory that may be used and has never been, on every GPU; 0 without any."""
+        """Memory that a larger fused stage may use on every worker; 0 without GPUs."""
         return min(worker.free_bytes / self.devices.count(worker.device) for worker in self.workers)
 
     def adopt(self, kind: str, schedule: Schedule) -> None:

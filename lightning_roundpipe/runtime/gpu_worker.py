@@ -32,6 +32,10 @@ _CHUNK_BYTES = 64 * 2**20
 """Pieces of a weight upload: long enough for full speed, short enough not to keep an activation waiting. A multiple of
 every element size."""
 
+_KEPT_GRAPHS_UP_TO = 0.7
+"""Share of the memory up to which graphs are kept instead of recomputed. The rest is for gaps between the allocator's
+blocks, and for batches that need more than those so far."""
+
 
 @dataclass(eq=False)
 class _Slot:
@@ -129,8 +133,8 @@ class GpuWorker(Worker):
 
     @property
     def free_bytes(self) -> float:
-        """Memory of the device that may be used and has never been."""
-        return max(0, self._memory_bytes - torch.cuda.max_memory_allocated(self.device))
+        """Memory of the device that a larger fused stage may use: beyond the most that was in use until now."""
+        return max(0.0, _KEPT_GRAPHS_UP_TO * self._memory_bytes - torch.cuda.max_memory_allocated(self.device))
 
     def mark(self) -> Mark:
         """This moment, in the order of the compute stream."""

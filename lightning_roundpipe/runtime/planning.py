@@ -69,7 +69,7 @@ class TrainingPlanner:
             is not known how much memory its graph would take.
         recompute: ``"auto"``; ``"all"``: all calls but the last are recomputed; ``"none"``: none is, as the fused stage
             holds all of them.
-        free_bytes: gives the memory that every worker may use and has never used; 0 where it is not known.
+        free_bytes: gives the memory that a larger fused stage may use on every worker; 0 where it is not known.
         notify: tells the user something.
         show: whether to tell the user of every plan with a picture.
     """

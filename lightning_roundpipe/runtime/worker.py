@@ -84,7 +84,7 @@ class Worker:
 
     @property
     def free_bytes(self) -> float:
-        """Memory of the device that may be used and has never been; 0 where nobody counts it."""
+        """Memory of the device that a larger fused stage may use; 0 where nobody counts it."""
         return 0
 
     def mark(self) -> Mark:
