@@ -3,8 +3,9 @@
     python benchmarks/step.py --model qwen3-1.7b --system roundpipe --micro-batches 4 --memory-gib 24
     python benchmarks/step.py --model qwen3-1.7b --system in-memory
 
-Models are built from a configuration with random weights; tokens are random. ``in-memory`` trains with everything on
-the GPU, bf16 weights and a fused optimizer there, and recomputes each layer: what streaming is compared with.
+Models are built from a configuration, with a random block of numbers as weights; tokens are random. ``in-memory``
+trains with everything on the GPU, bf16 weights and a fused optimizer there, and recomputes each layer: what streaming
+is compared with.
 """
 
 import argparse
@@ -36,6 +37,9 @@ MODELS: dict[str, dict[str, int]] = {
     "llama-8b-lora": {
         "hidden": 4096, "inner": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "width": 128, "vocabulary": 128256,
     },
+    "qwen3-32b-lora": {
+        "hidden": 5120, "inner": 25600, "layers": 64, "heads": 64, "kv_heads": 8, "width": 128, "vocabulary": 151936,
+    },
 }  # fmt: skip
 
 
@@ -45,8 +49,9 @@ def build(name: str, device: str) -> nn.Module:
 
     shape = MODELS[name]
     lora = name.endswith("lora")
-    config_class: Any = LlamaConfig if lora else Qwen3Config
-    model_class: Any = LlamaForCausalLM if lora else Qwen3ForCausalLM
+    llama = name.startswith("llama")
+    config_class: Any = LlamaConfig if llama else Qwen3Config
+    model_class: Any = LlamaForCausalLM if llama else Qwen3ForCausalLM
     config = config_class(
         vocab_size=shape["vocabulary"],
         hidden_size=shape["hidden"],
@@ -60,9 +65,15 @@ def build(name: str, device: str) -> nn.Module:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    with torch.device(device):
+    with torch.device("meta"):
         half = lora or device != "cpu"
         model = model_class._from_config(config, dtype=torch.bfloat16 if half else torch.float32)
+    if device != "meta":
+        model.to_empty(device=device)
+        with torch.device(device):
+            model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+        model.tie_weights()
+        fill(model)
     if lora:
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -73,6 +84,20 @@ def build(name: str, device: str) -> nn.Module:
             if "lora_" in parameter_name and device == "cpu":
                 parameter.data = parameter.data.float()
     return model.train()
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Give weights a random block, over and over: random numbers for billions of weights would take minutes."""
+    block = 0.02 * torch.randn(2**20 + 7, generator=torch.Generator().manual_seed(0))
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            parameter.fill_(1.0)
+            continue
+        flat = parameter.view(-1)
+        pattern = block.to(flat.device, flat.dtype)
+        for start in range(0, len(flat), len(pattern)):
+            flat[start : start + len(pattern)] = pattern[: len(flat) - start]
 
 
 class LanguageModel(L.LightningModule):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch._dynamo  # noqa: F401 - sets an environment variable, for which counting would else be blamed
 
 from lightning_roundpipe.plan.devices import PROFILES
@@ -30,3 +31,26 @@ def test_prediction_follows_the_profile(monkeypatch):
         told = predicted({**RUN, "overlap": overlap}, fast)
         assert told["tokens_per_s"] == pytest.approx(4 * 64 / told["step_s"])
         assert told["step_s"] >= told["busy_s"] * 0.99
+
+
+@pytest.mark.parametrize(("most", "answer"), [(63, 0), (64, 64), (100, 96), (127, 120), (1000, 512)])
+def test_longest_is_found_by_bisection(most, answer, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    tried = []
+    found = importlib.import_module("long").longest(
+        lambda length: tried.append(length) or length <= most, start=64, limit=512, precision=8
+    )
+    assert found == answer
+    assert len(tried) == len(set(tried))
+
+
+def test_weights_are_cheap_but_not_equal(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    build = importlib.import_module("step").build
+    model = build("tiny", "cpu")
+    rows = model.model.embed_tokens.weight
+    assert not torch.equal(rows[0], rows[1])
+    assert 0.01 < rows.std() < 0.03
+    logits = model(torch.arange(8)[None]).logits
+    assert logits.isfinite().all()
+    assert model.lm_head.weight is rows
