@@ -7,24 +7,48 @@ bits as one step over everything.
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["PartialStepper", "reason_against_parts"]
+__all__ = ["PartialStepper", "intercepted", "reason_against_parts"]
 
 
 def reason_against_parts(optimizer: torch.optim.Optimizer) -> str | None:
     """Why ``optimizer`` must step over all its parameters at once; None if it need not."""
     name = type(optimizer).__name__
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    arguments = inspect.signature(type(optimizer).step).parameters
+    closure = arguments.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
         return f"{name} evaluates the loss several times in a step"
+    if "grad_scaler" in arguments:
+        return f"{name} takes the loss scale out of the gradients by itself"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"hooks are registered on {name}'s steps"
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return "hooks are registered on the steps of all optimizers"
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):  # Schedulers do so, to see that it is called.
+        return f"`step` of the {name} was replaced"
     return None
+
+
+@contextmanager
+def intercepted(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Iterator[None]:
+    """Let ``optimizer.step(...)`` call ``step`` instead."""
+    own = vars(optimizer).get("step")
+    optimizer.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(optimizer)["step"]
+        else:
+            vars(optimizer)["step"] = own
 
 
 class PartialStepper:
