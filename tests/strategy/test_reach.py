@@ -141,8 +141,8 @@ class Looks(Callback):
 
     def _look(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
         values = [parameter.detach().double().sum() for parameter in module.parameters()]
-        state = trainer.optimizers[0].state.values()
-        values += [value.double().sum() for entry in state for value in entry.values()]
+        state = trainer.optimizers[0].state
+        values += [value.double().sum() for p in module.parameters() for value in state.get(p, {}).values()]
         self.sums.append(float(torch.stack(values).sum()))
 
 
