@@ -28,6 +28,7 @@ from lightning_roundpipe.module_view import ModuleViews
 from lightning_roundpipe.overlap import (
     clears_or_reads_spent_gradients,
     hooks_between_steps,
+    reason_against_completion,
     reason_against_overlap,
 )
 from lightning_roundpipe.plan.files import save_schedule
@@ -678,12 +679,22 @@ class RoundPipeStrategy(ParallelStrategy):
         """
         assert self._executor is not None
         before = _group_values(optimizer)
+        trainer, plugin = self._module.trainer, self.precision_plugin
         stepper: PartialStepper | None = None
-        if along:
+        # Clipping by norm is all that stands in the way of updates: norms can be taken as gradients land.
+        measures = not along and bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+        measures = measures and reason_against_completion(self._module, plugin) is None
+        if along or measures:
             stepper = PartialStepper(optimizer)
-            accumulated = self._module.trainer.accumulate_grad_batches
-            delays = reaches and self._executor.delays_updates
-            self._update = UpdateRequest(stepper, 1 / accumulated, self._starts_anew(), reaches, delays)
+            self._update = UpdateRequest(
+                stepper,
+                1 / trainer.accumulate_grad_batches,
+                self._starts_anew(),
+                leaves_rest=reaches,
+                delays=reaches and self._executor.delays_updates,
+                measures=measures,
+            )
+            plugin.norm_clipper = stepper.clip
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
             nonlocal stepper
@@ -697,7 +708,7 @@ class RoundPipeStrategy(ParallelStrategy):
             with intercepted(optimizer, step):
                 result = super().optimizer_step(optimizer, closure, model)
         finally:
-            self._update = None
+            self._update = plugin.norm_clipper = None
             if hooks_between_steps(self._module):
                 self._weights_may_change()
         if not reaches:
