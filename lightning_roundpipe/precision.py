@@ -1,5 +1,6 @@
 """Precision of streamed training: where autocast runs, and loss scaling for gradients that live on the host."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ class RoundPipePrecision(Precision):
         TypeError: a class of one's own was derived from this one.
     """
 
+    norm_clipper: Callable[[float], bool] | None = None
+    """What clips the gradients of the optimizer that is being stepped, given their greatest norm; or returns False."""
+
     def __new__(
         cls, precision: str = "32-true", *, half_weights: bool = False, scaler: torch.amp.GradScaler | None = None
     ) -> "RoundPipePrecision":
@@ -71,6 +75,11 @@ class RoundPipePrecision(Precision):
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype to which float32 weights are converted for computation; None to leave them."""
         return None
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        """Clip, unless that is done in the background."""
+        if self.norm_clipper is None or not self.norm_clipper(clip_val):
+            super().clip_grad_by_norm(optimizer, clip_val)
 
     @staticmethod
     def adopt(plugin: Precision | None) -> "RoundPipePrecision":

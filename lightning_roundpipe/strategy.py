@@ -28,6 +28,7 @@ from lightning_roundpipe.module_view import ModuleViews
 from lightning_roundpipe.overlap import (
     clears_or_reads_spent_gradients,
     hooks_between_steps,
+    reason_against_completion,
     reason_against_overlap,
 )
 from lightning_roundpipe.plan.files import save_schedule
@@ -41,7 +42,7 @@ from lightning_roundpipe.runtime.hazards import switched_off
 from lightning_roundpipe.runtime.manual_run import ManualRun
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
 from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObjective, LossWeight
-from lightning_roundpipe.runtime.partial_step import PartialStepper, reason_against_parts
+from lightning_roundpipe.runtime.partial_step import PartialStepper, intercepted, reason_against_parts
 from lightning_roundpipe.runtime.planning import (
     TrainingPlanner,
     evaluation_schedule,
@@ -614,21 +615,32 @@ class RoundPipeStrategy(ParallelStrategy):
         if self._manual_run is not None:
             return self._step_inside_manual_run(self._manual_run, optimizer, closure, model, **kwargs)
         # Poisoned masters (see `testing`) get their values back after the step.
-        if self._optimizer_overlap != "off" and self._module.automatic_optimization and not self.poison_masters:
+        overlaps = self._optimizer_overlap != "off" and self._module.automatic_optimization and not kwargs
+        if overlaps and not self.poison_masters:
             reason = reason_against_overlap(self._module, optimizer, self.precision_plugin)
             against_reaching = self._reason_against_reaching(optimizer)
             reaches = against_reaching is None and id(optimizer) in self._steady
             if self._optimizer_overlap == "stale" and against_reaching is not None:
                 self._tell_once(f"No step lacks the update of the step before, because {against_reaching}.")
             if reason is None or reaches:
-                return self._step_in_parts(optimizer, closure, along=reason is None, reaches=reaches)
+                return self._step_in_parts(optimizer, closure, model, along=reason is None, reaches=reaches)
             self._tell_once(f"The optimizer steps after the backward pass, not along with it, because {reason}.")
-        before = _group_values(optimizer)
+        before, step = _group_values(optimizer), optimizer.step
+        stepped = False
+
+        def noted_step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal stepped
+            stepped = True
+            return step(*args, **kwargs)
+
+        noted_step.__wrapped__ = step  # type: ignore[attr-defined]  # `GradScaler` looks at its arguments.
         try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            with intercepted(optimizer, noted_step):
+                return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._weights_may_change()
-            self._steady[id(optimizer)] = before == _group_values(optimizer)
+            if stepped:
+                self._steady[id(optimizer)] = before == _group_values(optimizer)
 
     def _reason_against_reaching(self, optimizer: torch.optim.Optimizer) -> str | None:
         """Why the update may not go on after the step, into the next one's forward pass; None if it may.
@@ -636,8 +648,6 @@ class RoundPipeStrategy(ParallelStrategy):
         The next step takes a snapshot of the parameter groups, so that the optimizer must leave them alone; whether it
         does is seen in its first step.
         """
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            return "the loss is scaled"
         if (reason := reason_against_parts(optimizer)) is not None:
             return reason
         if not self._steady.get(id(optimizer), True):
@@ -661,30 +671,55 @@ class RoundPipeStrategy(ParallelStrategy):
             self._weights_may_change()
 
     def _step_in_parts(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *, along: bool, reaches: bool
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any, *, along: bool, reaches: bool
     ) -> Any:
-        """Step along with the backward pass, or into the next step, or both."""
+        """Step along with the backward pass, or into the next step, or both.
+
+        The precision plugin does all that it does around a step; `optimizer.step` runs the closure and updates nothing.
+        """
         assert self._executor is not None
-        accumulated = self._module.trainer.accumulate_grad_batches
         before = _group_values(optimizer)
-        stepper = PartialStepper(optimizer)
-        if along:
-            delays = reaches and self._executor.delays_updates
-            self._update = UpdateRequest(stepper, 1 / accumulated, self._starts_anew(), reaches, delays)
+        trainer, plugin = self._module.trainer, self.precision_plugin
+        stepper: PartialStepper | None = None
+        # Clipping by norm is all that stands in the way of updates: norms can be taken as gradients land.
+        measures = not along and bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+        measures = measures and reason_against_completion(self._module, plugin) is None
+        if along or measures:
+            stepper = PartialStepper(optimizer)
+            self._update = UpdateRequest(
+                stepper,
+                1 / trainer.accumulate_grad_batches,
+                self._starts_anew(),
+                leaves_rest=reaches,
+                delays=reaches and self._executor.delays_updates,
+                measures=measures,
+            )
+            plugin.norm_clipper = stepper.clip
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            nonlocal stepper
+            result = None if closure is None else closure()
+            # Now, because the loss scaler hangs on fused optimizers what they need, for the length of this call.
+            stepper = stepper or PartialStepper(optimizer)
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # What schedulers replace `step` to see.
+            return result
+
         try:
-            # What `optimizer.step(closure)` of the precision plugin calls first: the closure, then the hooks.
-            result = self.precision_plugin._wrap_closure(self._module, optimizer, closure)
+            with intercepted(optimizer, step):
+                result = super().optimizer_step(optimizer, closure, model)
         finally:
-            self._update = None
+            self._update = plugin.norm_clipper = None
             if hooks_between_steps(self._module):
                 self._weights_may_change()
-        if reaches:
+        if not reaches:
+            self._steady[id(optimizer)] = before == _group_values(optimizer)
+        elif stepper is None:
+            # The loss scaler has found infinite gradients. No update is missing, so that none must be late.
+            self._weights_may_change()
+        else:
             self._executor.update_later(stepper)
             # Lightning clears gradients before a validation, ahead of any hook of ours.
             vars(self._module)["zero_grad"] = self._finish_and_zero_grad
-        else:
-            self._steady[id(optimizer)] = before == _group_values(optimizer)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # For the schedulers, which patch `step` to see it.
         return result
 
     def on_train_start(self) -> None:

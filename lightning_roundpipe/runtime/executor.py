@@ -417,12 +417,17 @@ class Executor:
             UnsupportedUseError: one did.
         """
         before = [
-            (parameter.grad, parameter.grad._version if parameter.grad is not None else 0) for parameter in parameters
+            # An update that is still under way may clip its gradient.
+            (
+                gradient := parameter.grad,
+                None if gradient is None or self.store.is_updating([parameter]) else gradient._version,
+            )
+            for parameter in parameters
         ]
         yield
         updated = {id(parameter) for parameter, _ in updater.updated} if updater is not None else set()
         for parameter, (gradient, version) in zip(parameters, before, strict=True):
-            if parameter.grad is None or (parameter.grad is gradient and gradient._version == version):
+            if parameter.grad is None or (parameter.grad is gradient and version in (None, gradient._version)):
                 continue
             if id(parameter) not in updated and not self.store.owns(parameter.grad):
                 raise UnsupportedUseError(

@@ -31,6 +31,8 @@ class UpdateRequest:
         fresh: whether ``.grad`` starts anew with the batch; otherwise it is added to.
         leaves_rest: whether parameters that are not updated when the pipeline has ended are left to the caller.
         delays: whether the next step is to lack the update (see [Note: Delayed updates]).
+        measures: whether gradients are only completed and measured meanwhile (`PartialStepper.measure`), because all of
+            them must be known before the first update; ``leaves_rest`` must be set, too.
     """
 
     stepper: PartialStepper
@@ -38,6 +40,7 @@ class UpdateRequest:
     fresh: bool
     leaves_rest: bool = False
     delays: bool = False
+    measures: bool = False
 
 
 class Updater:
@@ -61,6 +64,7 @@ class Updater:
         self._after = after
         self._leaves_rest = request.leaves_rest
         self._delays = request.delays
+        self._measures = request.measures
         self._leaving = False
         self._stepper = request.stepper
         self._factor = request.factor
@@ -102,13 +106,15 @@ class Updater:
             BaseException: what the optimizer raised.
         """
         start = time.perf_counter()
-        self._leaving = self._leaves_rest
+        self._leaving = self._leaves_rest and not self._measures
         self._close()
         self._thread.join()
         if self._error is not None:
             raise self._error
         rest = self._stepper.remaining()
-        if self._leaves_rest:
+        if self._measures:
+            self._measure([parameter for parameter in rest if not self._stepper.is_measured(parameter)])
+        elif self._leaves_rest:
             self._complete(rest)
         else:
             self._update(rest)
@@ -131,7 +137,10 @@ class Updater:
                 parameters = self._next()
                 if parameters is None:
                     return
-                self._update(parameters)
+                if self._measures:
+                    self._measure(parameters)
+                else:
+                    self._update(parameters)
         except BaseException as error:  # raised by `finish`
             error.add_note("While updating parameters in the background, as their gradients were complete.")
             self._error = error
@@ -166,6 +175,13 @@ class Updater:
         else:
             self._stepper.step(changed)
             self._store.refresh_parameters(changed)
+        self.update_s += time.perf_counter() - start
+
+    @torch.no_grad()
+    def _measure(self, parameters: Iterable[Tensor]) -> None:
+        changed = self._complete(parameters)
+        start = time.perf_counter()
+        self._stepper.measure(changed)
         self.update_s += time.perf_counter() - start
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ class Late(L.LightningModule):
     """Mixed into a module: the reference for ``optimizer_overlap="stale"``.
 
     ``ahead`` holds the masters while the parameters are those of one update before; where hooks may look, and in the
-    step after the first, none is behind.
+    step after the first update, none is behind.
     """
 
     first = True
@@ -39,11 +39,13 @@ class Late(L.LightningModule):
             if self.ahead is not None:
                 self._set(self.ahead)
                 self.ahead = None
-            self.before = None if self.first else self._values()
-            self.first = False
+            self.before = self._values()
             return result
 
         optimizer.step(closure)
+        if self.first and self.before is not None:
+            self.first = all(map(torch.equal, self.before, self._values()))  # A loss scaler may have skipped the step.
+            self.before = None
 
     def _catch_up(self) -> None:
         assert self.ahead is None

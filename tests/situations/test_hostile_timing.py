@@ -1,14 +1,9 @@
 """Whatever the timing: the same bits, the original error soon, and nothing that grows."""
 
 import os
-import random
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
@@ -19,30 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.runtime.updater import Updater
 from lightning_roundpipe.runtime.worker import Worker
+from tests.helpers.delays import delays
 from tests.helpers.equivalence import TrainResult, assert_results_equal, train, trainer_for
 from tests.helpers.models import Residual, residual_batches, seeded
-
-
-@contextmanager
-def delays(seed: int, most_s: float = 4e-4) -> Iterator[None]:
-    """Sleep now and then in uploads, downloads, updates, layers and user code, and switch threads often."""
-    draw = random.Random(seed)
-
-    def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if draw.random() < 0.15:
-                time.sleep(draw.random() * most_s)
-            return function(*args, **kwargs)
-
-        return call
-
-    interval = sys.getswitchinterval()
-    with ExitStack() as stack:
-        stack.callback(sys.setswitchinterval, interval)
-        for owner, name in DELAYED:
-            stack.enter_context(mock.patch.object(owner, name, delayed(getattr(owner, name))))
-        sys.setswitchinterval(draw.choice([1e-6, 1e-5, interval]))
-        yield
 
 
 class Quick(Residual):
@@ -85,7 +59,7 @@ def test_three_hundred_runs_with_delays_give_the_same_bits() -> None:
     """A hundred fits of three steps each, on one to four workers, with and without background updates."""
     expected = fit("off", 1)
     for seed in range(100):
-        with delays(seed):
+        with delays(seed, DELAYED):
             assert_results_equal(expected, fit(("off", "exact")[seed % 2], 1 + seed % 4))
 
 

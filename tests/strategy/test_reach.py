@@ -57,7 +57,8 @@ class Stack(L.LightningModule):
         self.log("val", batch.square().mean())
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": [self.shift], "lr": 0.05}, {"params": list(self.layers.parameters())}]
+        rest = [parameter for parameter in self.parameters() if parameter is not self.shift]
+        groups = [{"params": [self.shift], "lr": 0.05}, {"params": rest}]
         optimizer = self.optimizer(groups, lr=0.01)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
 
@@ -141,8 +142,8 @@ class Looks(Callback):
 
     def _look(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
         values = [parameter.detach().double().sum() for parameter in module.parameters()]
-        state = trainer.optimizers[0].state.values()
-        values += [value.double().sum() for entry in state for value in entry.values()]
+        state = trainer.optimizers[0].state
+        values += [value.double().sum() for p in module.parameters() for value in state.get(p, {}).values()]
         self.sums.append(float(torch.stack(values).sum()))
 
 
@@ -224,3 +225,103 @@ def test_the_account() -> None:
     stats = module.trainer.strategy.step_stats  # type: ignore[attr-defined]
     assert stats.update_s > 0.004
     assert stats.update_exposed_s >= 0
+
+
+def count_clips(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each time that all gradients are clipped at once."""
+    clips: list[int] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def counted(parameters: Any, *args: Any, **options: Any) -> Tensor:
+        parameters = list(parameters)
+        clips.append(len(parameters))
+        return clip(parameters, *args, **options)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", counted)
+    return clips
+
+
+class Wide(Stack):
+    """Gradients of which a norm is taken by several threads."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.optim.SGD)
+        self.wide = nn.Linear(8, 40000)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.wide(batch).square().mean()
+
+
+@pytest.mark.parametrize("module", [Stack, Wide])
+@pytest.mark.parametrize("flags", [{}, {"accumulate_grad_batches": 3}], ids=str)
+def test_norms_are_taken_as_gradients_land(
+    module: Callable[[], Stack], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clips = count_clips(monkeypatch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        off = fit("off", module=module(), gradient_clip_val=0.05, **flags)
+        assert len(clips) == off.trainer.global_step
+        clips.clear()
+        found = fit("exact", module=module(), gradient_clip_val=0.05, **flags)
+    finally:
+        torch.set_num_threads(before)
+    assert len(clips) == 1, "the first step of an optimizer does not reach over, the others must"
+    assert_same_bits(off, found)
+    for one, other in zip(off.parameters(), found.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("through", ["grad", "data"])
+def test_gradients_that_hooks_change_are_clipped_as_they_are(through: str) -> None:
+    seen: dict[str, list[float]] = {"off": [], "exact": []}
+    for overlap, norms in seen.items():
+
+        class Halves(Callback):
+            def on_before_optimizer_step(
+                self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any, norms: list[float] = norms
+            ) -> None:
+                norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])))
+                for parameter in module.parameters():
+                    assert parameter.grad is not None
+                    (parameter.grad if through == "grad" else parameter.grad.data).mul_(0.5)
+
+        found = fit(overlap, gradient_clip_val=0.05, callbacks=[Halves()])
+        if overlap == "off":
+            off = found
+    assert seen["off"] == seen["exact"]
+    assert max(seen["off"]) > 0.2, "nothing was clipped"
+    assert any(found.overlapped)
+    assert_same_bits(off, found)
+
+
+def test_clipping_of_ones_own_is_called() -> None:
+    class Own(Stack):
+        calls = 0
+
+        def clip_gradients(self, *args: Any, **options: Any) -> None:
+            self.calls += 1
+            super().clip_gradients(*args, **options)
+
+    off, found = fit("off", module=Own(), gradient_clip_val=0.05), fit("exact", module=Own(), gradient_clip_val=0.05)
+    assert off.calls == found.calls == 16  # type: ignore[attr-defined]
+    assert_same_bits(off, found)
+
+
+def test_norms_of_several_dtypes_are_taken_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mixed(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 8, dtype=torch.float64)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            rows = self.table(torch.arange(len(batch)) % 4)
+            return super().training_step(batch, batch_idx) + rows.square().mean().float()
+
+    clips = count_clips(monkeypatch)
+    off, found = (fit(overlap, module=Mixed(), gradient_clip_val=0.05) for overlap in ("off", "exact"))
+    assert len(clips) == 2 * 16
+    assert any(found.overlapped)
+    assert_same_bits(off, found)

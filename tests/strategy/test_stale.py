@@ -202,8 +202,9 @@ class Looks(Callback):
         self.sums: list[float] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        state = trainer.optimizers[0].state
         values = [parameter.detach().double().sum() for parameter in module.parameters()]
-        values += [value.double().sum() for entry in trainer.optimizers[0].state.values() for value in entry.values()]
+        values += [value.double().sum() for p in module.parameters() for value in state.get(p, {}).values()]
         self.sums.append(float(torch.stack(values).sum()))
 
 
