@@ -37,11 +37,14 @@ from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.publish import add_gradients, publish_gradients
 from lightning_roundpipe.quantised import refuse_hidden_quantisation
 from lightning_roundpipe.runtime.executor import Executor, StepResult, largest_unit_bytes
+from lightning_roundpipe.runtime.hardware import host_facts
 from lightning_roundpipe.runtime.hazards import switched_off
+from lightning_roundpipe.runtime.host_budget import count_host_memory
 from lightning_roundpipe.runtime.manual_run import ManualRun
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
 from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObjective, LossWeight
 from lightning_roundpipe.runtime.partial_step import PartialStepper, reason_against_parts
+from lightning_roundpipe.runtime.placement import HOST_WEIGHTS
 from lightning_roundpipe.runtime.planning import (
     TrainingPlanner,
     evaluation_schedule,
@@ -121,6 +124,11 @@ class RoundPipeStrategy(ParallelStrategy):
         sequence_tiles: for classes of modules that treat every position alike (MLPs), by name, at how many positions to
             work at a time in training steps: ``{"Qwen3MLP": 4096}``. Their inner activations then take the memory of
             one tile, for one more pass over them in the fused stage and in backward stages.
+        host_weights: where weights lie in host memory. ``"pinned"``: page-locked, for copies at full speed.
+            ``"pageable"``: in ordinary memory, from which a thread copies them into a few page-locked buffers.
+            ``"mmap"``: frozen weights that were loaded without a copy (`loading.load_pretrained`) stay in their files,
+            and are read ahead of need through such buffers; others are pinned. ``"auto"``: what lies in files is pinned
+            as far as host memory lasts, and stays there beyond; virtual workers leave it there.
         upload_on_call: class names of units that may not be called at all, as the experts of a mixture that are modules
             in a list: their weights are uploaded when they are called, not ahead, and so not at all without tokens.
         accelerator: see `lightning.pytorch.strategies.Strategy`.
@@ -154,6 +162,7 @@ class RoundPipeStrategy(ParallelStrategy):
         chunked_loss: bool | str = False,
         sequence_tiles: dict[str, int] | None = None,
         upload_on_call: list[str] | None = None,
+        host_weights: str = "auto",
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
@@ -221,6 +230,11 @@ class RoundPipeStrategy(ParallelStrategy):
             isinstance(upload_on_call, str) or not all(isinstance(name, str) for name in upload_on_call)
         ):
             raise ValueError(f"`upload_on_call` must be a list of class names, but got {upload_on_call!r}.")
+        if host_weights not in HOST_WEIGHTS:
+            raise ValueError(
+                f"`host_weights` must be one of {', '.join(map(repr, HOST_WEIGHTS))}, but got {host_weights!r}."
+            )
+        self._host_weights = host_weights
         self._upload_on_call = list(upload_on_call or [])
         self._sequence_tiles = dict(sequence_tiles or {})
         self._tiled_classes: set[str] = set()
@@ -465,15 +479,31 @@ class RoundPipeStrategy(ParallelStrategy):
         )
         compute_dtype = self.precision_plugin.compute_dtype
         max_bytes = largest_unit_bytes(devices, self._gpu_memory_limit, compute_dtype)
+        units = find_units(module, self._units, max_bytes, self._upload_on_call)
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        accumulates = int(module.trainer.accumulate_grad_batches > 1)
+        budget, placement = count_host_memory(
+            module.parameters(),
+            self.optimizers if fits else (),
+            kind=self._host_weights,
+            facts=host_facts(),
+            num_gpus=sum(device.type == "cuda" for device in devices),
+            compute_dtype=compute_dtype,
+            largest_unit_bytes=max((unit.num_bytes for unit in units), default=0),
+            gradient_copies=(self._replica_groups or 1) + accumulates,
+        )
+        budget.check(rank_zero_warn)
         executor = Executor(
             root=module,
-            units=find_units(module, self._units, max_bytes, self._upload_on_call),
+            units=units,
             devices=devices,
             plan_training=planner.make,
             plan_evaluation=partial(evaluation_schedule, len(devices)),
             warn=rank_zero_warn,
             compute_dtype=compute_dtype,
             gpu_memory_limit=self._gpu_memory_limit,
+            placement=placement,
+            budget=budget,
             compile_options=self._compile_options,
             delays_updates=self._optimizer_overlap == "stale" and module.automatic_optimization,
         )
@@ -741,7 +771,12 @@ class RoundPipeStrategy(ParallelStrategy):
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory that is in use for streaming, in bytes."""
-        return 0 if self._executor is None else self._executor.store.pinned_bytes
+        return 0 if self._executor is None else self._executor.pinned_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of weights that stay in the files from which they were loaded."""
+        return 0 if self._executor is None else self._executor.store.mapped_bytes
 
     def predicted_timeline(self) -> Timeline | None:
         """What the simulator says of the schedule of training steps; None until costs of calls have been measured."""
