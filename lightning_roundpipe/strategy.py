@@ -481,6 +481,7 @@ class RoundPipeStrategy(ParallelStrategy):
         max_bytes = largest_unit_bytes(devices, self._gpu_memory_limit, compute_dtype)
         units = find_units(module, self._units, max_bytes, self._upload_on_call)
         fits = module.trainer.state.fn == TrainerFn.FITTING
+        delays = self._optimizer_overlap == "stale" and module.automatic_optimization
         accumulates = int(module.trainer.accumulate_grad_batches > 1)
         budget, placement = count_host_memory(
             module.parameters(),
@@ -490,7 +491,8 @@ class RoundPipeStrategy(ParallelStrategy):
             num_gpus=sum(device.type == "cuda" for device in devices),
             compute_dtype=compute_dtype,
             largest_unit_bytes=max((unit.num_bytes for unit in units), default=0),
-            gradient_copies=(self._replica_groups or 1) + accumulates,
+            gradient_copies=(self._replica_groups or 1) + max(accumulates, int(delays)),
+            delays_updates=delays,
         )
         budget.check(rank_zero_warn)
         executor = Executor(
@@ -505,7 +507,7 @@ class RoundPipeStrategy(ParallelStrategy):
             placement=placement,
             budget=budget,
             compile_options=self._compile_options,
-            delays_updates=self._optimizer_overlap == "stale" and module.automatic_optimization,
+            delays_updates=delays,
         )
         _log.debug("units: %s", ", ".join(map(str, executor.units)))
         return executor

@@ -142,7 +142,13 @@ class Executor:
 
     def __post_init__(self) -> None:
         pin = any(device.type == "cuda" for device in self.devices)
-        self.store = HostStore(self.compute_dtype, pin, self.warn_once, self.delays_updates, self.placement)
+        self.store = HostStore(
+            self.compute_dtype,
+            pin=pin,
+            warn=self.warn_once,
+            delays=self.delays_updates,
+            placement=self.placement,
+        )
         self._warned: set[str] = set()
         self._threads = ThreadPool("roundpipe-microbatch")
         self.store.adopt(self.root, self.units)

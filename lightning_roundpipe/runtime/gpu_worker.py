@@ -204,6 +204,10 @@ class GpuWorker(Worker):
             slot.awaited = True
         return slot.weights[id(parameter)]
 
+    def shares_memory(self, parameter: Tensor) -> bool:
+        """False: a GPU computes with copies."""
+        return False
+
     def _load(self, home: WeightSlab) -> _Slot:
         slot = self._slots.get(id(home))
         if slot is not None and slot.version == home.version:

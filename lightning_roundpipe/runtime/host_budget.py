@@ -150,6 +150,7 @@ def count_host_memory(
     compute_dtype: torch.dtype | None,
     largest_unit_bytes: int,
     gradient_copies: int,
+    delays_updates: bool = False,
 ) -> tuple[HostBudget, WeightPlacement]:
     """Count what training will need, and decide where weights can lie.
 
@@ -162,6 +163,7 @@ def count_host_memory(
         compute_dtype: dtype to which float32 weights are converted for computation; None if they are not.
         largest_unit_bytes: bytes of the largest unit, which is in memory twice for a moment when it is moved.
         gradient_copies: how many gradients of a parameter are in host memory at once.
+        delays_updates: whether trainable weights have a copy that workers read.
     """
     parameters = list(parameters)
     files = FileMappings()
@@ -174,12 +176,24 @@ def count_host_memory(
             name="trainable weights",
             num_bytes=_bytes(trained),
             new_bytes=_bytes(parameter for parameter in trained if parameter in files),
-            pinned_bytes=_bytes(trained) * pins,
+            pinned_bytes=_bytes(trained) * (pins and not delays_updates),
         ),
         *(_training_needs(trained, optimizers, gradient_copies, pins=num_gpus > 0) if optimizers else ()),
         HostNeed(name="a unit's weights while they move", num_bytes=moves, new_bytes=moves),
     ]
 
+    if delays_updates:
+        sizes = (p.element_size() if compute_dtype is None else compute_dtype.itemsize for p in trained)
+        delayed = sum(parameter.numel() * size for parameter, size in zip(trained, sizes, strict=True))
+        needs.append(
+            HostNeed(
+                name="delayed copies of trainable weights",
+                num_bytes=delayed,
+                new_bytes=delayed,
+                pinned_bytes=delayed * pins,
+                remedies=(('`optimizer_overlap="exact"`', delayed),),
+            )
+        )
     in_files = _bytes(parameter for parameter in frozen if parameter in files)
     in_memory = _bytes(frozen) - in_files
     stay = kind == "mmap" or (kind == "auto" and num_gpus == 0)

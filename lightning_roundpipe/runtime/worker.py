@@ -142,8 +142,7 @@ class Worker:
 
     def shares_memory(self, parameter: Tensor) -> bool:
         """Whether this worker computes with the master itself: a copy of a file in memory would be for nothing."""
-        same = self.device.type == "cpu" and self._store.dtype_of(parameter) is parameter.dtype
-        return same and self._store.lies_in_file(parameter)
+        return self._store.lies_in_file(parameter) and self._store.dtype_of(parameter) is parameter.dtype
 
     def upload_weight(self, parameter: Tensor) -> Tensor:
         """A new copy of ``parameter`` on this worker."""

@@ -145,6 +145,16 @@ def test_copies_of_converted_weights_and_several_gradients() -> None:
     assert budget.new_bytes == (2 + 3 * 2) * MIB
 
 
+def test_delayed_copies_are_counted() -> None:
+    parameters = [weights(4), weights(2, requires_grad=False)]
+    optimizer = torch.optim.SGD(parameters[:1], lr=0.1)
+    budget, _ = count(parameters, optimizer, num_gpus=1, delays_updates=True)
+    assert budget.new_bytes == (4 + 4) * MIB
+    assert budget.pinned_bytes == (4 + 4 + 2) * MIB  # gradient, copy, frozen weight; the master does not move
+    half, _ = count(parameters, optimizer, delays_updates=True, compute_dtype=torch.bfloat16)
+    assert half.new_bytes == (4 + 2) * MIB
+
+
 def test_refusal_names_the_numbers_and_what_takes_less() -> None:
     weight = weights(100)
     budget, _ = count([weight], torch.optim.AdamW([weight]), available=250 * MIB)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe import RoundPipePrecision, RoundPipeStrategy
 from lightning_roundpipe.exceptions import HostMemoryError, UnsupportedUseError
 from lightning_roundpipe.export import export_pretrained
 from lightning_roundpipe.loading import empty_parameters, load_pretrained
@@ -22,8 +22,16 @@ from lightning_roundpipe.runtime.executor import Executor
 from lightning_roundpipe.runtime.hardware import host_facts
 from lightning_roundpipe.runtime.mapped import FileMappings
 from lightning_roundpipe.runtime.placement import HOST_WEIGHTS
+from lightning_roundpipe.runtime.staging import StagingRing
 from lightning_roundpipe.runtime.units import tensor_bytes
-from tests.helpers.equivalence import BatchDealer, assert_results_close, assert_results_equal, train, trainer_for
+from tests.helpers.equivalence import (
+    BatchDealer,
+    TrainResult,
+    assert_results_close,
+    assert_results_equal,
+    train,
+    trainer_for,
+)
 from tests.helpers.models import (
     HIDDEN,
     VOCABULARY,
@@ -34,6 +42,7 @@ from tests.helpers.models import (
     token_batches,
     vector_batches,
 )
+from tests.helpers.shim import gpu_workers_on_the_host
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -101,6 +110,44 @@ def test_same_bits_wherever_weights_lie(tmp_path: Path, precision: Any) -> None:
         for kind, devices in (("pinned", 1), ("mmap", 3))
     )
     assert_results_equal(one, two)
+
+
+@pytest.mark.parametrize("overlap", ["off", "exact", "stale"])
+@pytest.mark.parametrize("kind", ["pageable", "mmap"])
+def test_same_bits_through_the_staging_ring(
+    tmp_path: Path, kind: str, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the worker of GPUs in host memory: weights in half precision there, so that the ring converts."""
+    staged: list[int] = []
+    send = StagingRing._send
+
+    def watched(self: StagingRing, part: Tensor, target: Tensor) -> None:
+        staged.append(part.data_ptr())
+        send(self, part, target)
+
+    monkeypatch.setattr(StagingRing, "_send", watched)
+    gpu_workers_on_the_host(monkeypatch, budget_bytes=1)
+
+    def fit(kind: str) -> TrainResult:
+        strategy = RoundPipeStrategy(num_microbatches=3, host_weights=kind, optimizer_overlap=overlap)
+        precision = RoundPipePrecision("bf16-mixed", half_weights=True)
+
+        def build() -> LanguageModel:
+            module = with_adapters(tmp_path, tied=False)
+            module.validation_step = lambda batch, batch_idx: module.log("validated", module.loss(batch))
+            return module
+
+        return train(build, token_batches(num=4), strategy, 2, plugins=[precision], val_batches=token_batches(num=2))
+
+    expected = fit("pinned")
+    assert not staged
+    found = fit(kind)
+    assert_results_equal(expected, found)
+    files = FileMappings()
+    read = sum(any(parameter.data_ptr() == pointer for pointer in staged) for parameter in found.module.parameters())
+    assert read == sum(kind == "pageable" or parameter in files for parameter in found.module.parameters()) or (
+        kind == "pageable" and overlap == "stale"  # copies are staged, not the masters
+    )
 
 
 def test_fit_evaluate_fit_again_and_save(tmp_path: Path) -> None:
