@@ -1,7 +1,12 @@
-"""Sharded checkpoints through `torch.distributed.checkpoint`, in the layout of Lightning's own sharded strategies."""
+"""Checkpoints that go between memory and files without a copy in between.
+
+One file in Lightning's own format; or a folder of several, through `torch.distributed.checkpoint`, in the layout of
+Lightning's sharded strategies.
+"""
 
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,14 +23,53 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["ShardedCheckpointIO", "is_sharded", "load_sharded"]
+__all__ = ["FileCheckpointIO", "ShardedCheckpointIO", "is_sharded", "load_sharded"]
 
 _WEIGHTS = "state_dict"
 _OPTIMIZERS = "optimizer_states"
 _OPTIMIZER = "optimizer_{}"
 
 
-class ShardedCheckpointIO(TorchCheckpointIO):
+class FileCheckpointIO(TorchCheckpointIO):
+    """Reads and writes what Lightning's own plugin does, straight from and to memory where the file is a local one.
+
+    Lightning's own holds the whole file in memory while it writes it, and all tensors while it reads them: as much
+    again as the model and its optimizer take. Here what is loaded is mapped, until it is copied to its place.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+        """Write ``checkpoint``; the file is complete or not there."""
+        local = _local_path(path)
+        if local is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        local.parent.mkdir(parents=True, exist_ok=True)
+        partial = local.with_name(f".{local.name}.incomplete")
+        try:
+            torch.save(checkpoint, partial)
+            if local.is_dir():
+                shutil.rmtree(local)
+            partial.replace(local)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self, path: _PATH, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint; its tensors are pages of the file."""
+        local = _local_path(path)
+        where = map_location or _stays
+        if local is None or not local.is_file() or not zipfile.is_zipfile(local):  # What is older can not be mapped.
+            return super().load_checkpoint(path, map_location=where, weights_only=weights_only)
+        checkpoint: dict[str, Any] = torch.load(local, map_location=where, mmap=True, weights_only=weights_only)
+        return checkpoint
+
+
+def _local_path(path: _PATH) -> Path | None:
+    return Path(path) if "://" not in str(path) else None
+
+
+class ShardedCheckpointIO(FileCheckpointIO):
     """Writes each checkpoint as a folder of several files at once, if wanted while training goes on.
 
     ``Trainer(plugins=ShardedCheckpointIO())``. Weights and optimizer states go to the files straight from where they
@@ -95,7 +139,7 @@ class ShardedCheckpointIO(TorchCheckpointIO):
         self.wait()
         if is_sharded(path):
             return load_sharded(path, weights_only=weights_only)
-        return super().load_checkpoint(path, map_location=map_location or _stays, weights_only=weights_only)
+        return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a checkpoint, when it is written."""

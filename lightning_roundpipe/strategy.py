@@ -12,6 +12,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,7 +21,9 @@ from lightning.pytorch.utilities import move_data_to_device, rank_zero_info, ran
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_roundpipe.checkpoint_io import FileCheckpointIO
 from lightning_roundpipe.chunked_loss import KERNELS, chunked_causal_lm_loss, liger_is_installed
 from lightning_roundpipe.exceptions import PlanError
 from lightning_roundpipe.fence import UpdateFence, what_looks_between_steps
@@ -38,11 +42,15 @@ from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.publish import add_gradients, publish_gradients
 from lightning_roundpipe.quantised import refuse_hidden_quantisation
 from lightning_roundpipe.runtime.executor import Executor, StepResult, largest_unit_bytes
+from lightning_roundpipe.runtime.hardware import host_facts
 from lightning_roundpipe.runtime.hazards import switched_off
+from lightning_roundpipe.runtime.host_budget import count_host_memory
 from lightning_roundpipe.runtime.manual_run import ManualRun
+from lightning_roundpipe.runtime.mapped import FileMappings
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
 from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObjective, LossWeight
 from lightning_roundpipe.runtime.partial_step import PartialStepper, intercepted, reason_against_parts
+from lightning_roundpipe.runtime.placement import HOST_WEIGHTS
 from lightning_roundpipe.runtime.planning import (
     TrainingPlanner,
     evaluation_schedule,
@@ -122,8 +130,16 @@ class RoundPipeStrategy(ParallelStrategy):
         sequence_tiles: for classes of modules that treat every position alike (MLPs), by name, at how many positions to
             work at a time in training steps: ``{"Qwen3MLP": 4096}``. Their inner activations then take the memory of
             one tile, for one more pass over them in the fused stage and in backward stages.
+        host_weights: where weights lie in host memory. ``"pinned"``: page-locked, for copies at full speed.
+            ``"pageable"``: in ordinary memory, from which a thread copies them into a few page-locked buffers.
+            ``"mmap"``: frozen weights that were loaded without a copy (`loading.load_pretrained`) stay in their files,
+            and are read ahead of need through such buffers; others are pinned. ``"auto"``: what lies in files is pinned
+            as far as host memory lasts, and stays there beyond; virtual workers leave it there.
         upload_on_call: class names of units that may not be called at all, as the experts of a mixture that are modules
             in a list: their weights are uploaded when they are called, not ahead, and so not at all without tokens.
+        save_frozen_weights: whether checkpoints hold frozen weights, too. Without them a checkpoint of adapters is as
+            small as these; it can only be loaded into a module that has its frozen weights from elsewhere, as it had
+            when training began. What was trained before, or got its values from a checkpoint, is saved in any case.
         accelerator: see `lightning.pytorch.strategies.Strategy`.
         checkpoint_io: see there.
         precision_plugin: see there; by default what ``Trainer(precision=...)`` says.
@@ -155,6 +171,8 @@ class RoundPipeStrategy(ParallelStrategy):
         chunked_loss: bool | str = False,
         sequence_tiles: dict[str, int] | None = None,
         upload_on_call: list[str] | None = None,
+        host_weights: str = "auto",
+        save_frozen_weights: bool = True,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
@@ -222,6 +240,13 @@ class RoundPipeStrategy(ParallelStrategy):
             isinstance(upload_on_call, str) or not all(isinstance(name, str) for name in upload_on_call)
         ):
             raise ValueError(f"`upload_on_call` must be a list of class names, but got {upload_on_call!r}.")
+        if host_weights not in HOST_WEIGHTS:
+            raise ValueError(
+                f"`host_weights` must be one of {', '.join(map(repr, HOST_WEIGHTS))}, but got {host_weights!r}."
+            )
+        self._host_weights = host_weights
+        self._save_frozen_weights = save_frozen_weights
+        self._not_as_built: Any = WeakIdKeyDictionary()
         self._upload_on_call = list(upload_on_call or [])
         self._sequence_tiles = dict(sequence_tiles or {})
         self._tiled_classes: set[str] = set()
@@ -347,7 +372,20 @@ class RoundPipeStrategy(ParallelStrategy):
         """Identity: there is one process."""
         return decision
 
-    # ------------------------------------------------------------------ precision
+    # ------------------------------------------------------------------ plugins
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes checkpoints: by default without a copy in memory."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FileCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = FileCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: CheckpointIO | None) -> None:
+        self._checkpoint_io = checkpoint_io
 
     @property
     def precision_plugin(self) -> RoundPipePrecision:
@@ -440,9 +478,44 @@ class RoundPipeStrategy(ParallelStrategy):
             self._executor.wait_for_updates()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state after the last update."""
+        """The module's state after the last update, without frozen weights if these are not to be saved."""
         self.finish_updates()
-        return super().lightning_module_state_dict()
+        state = super().lightning_module_state_dict()
+        if self._save_frozen_weights:
+            return state
+        as_built = self._frozen_as_built()
+        return {name: value for name, value in state.items() if name not in as_built}
+
+    def _frozen_as_built(self) -> set[str]:
+        """Names of parameters that have neither been trained nor got other values from a checkpoint."""
+        return {
+            name
+            for name, parameter in self._module.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad and parameter not in self._not_as_built
+        }
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights; those that the checkpoint left out stay what they are.
+
+        Raises:
+            RuntimeError: ``strict``, and other keys are missing, or there are some that the module does not have.
+        """
+        module, state = self._module, checkpoint["state_dict"]
+        # Not written, what is the same stays in the file in which it lies.
+        named = dict(module.named_parameters(remove_duplicate=False))
+        same = {name: parameter for name, parameter in named.items() if _is_frozen_as(parameter, state.get(name))}
+        state = {**state, **same}
+        left_out = set(checkpoint.get(_CHECKPOINT_KEY, {}).get("left_out", ()))
+        keys = module.load_state_dict(state, strict=strict and not left_out)
+        if strict and left_out and keys is not None:
+            missing = [key for key in keys.missing_keys if key not in left_out]
+            if missing or keys.unexpected_keys:
+                raise RuntimeError(
+                    f"The checkpoint left {len(left_out)} frozen weights out, and besides does not fit the"
+                    f" {type(module).__name__}: missing {_listed(missing) if missing else 'nothing'}, unexpected"
+                    f" {_listed(keys.unexpected_keys) if keys.unexpected_keys else 'nothing'}."
+                )
+        self._not_as_built.update({named[name]: True for name in named.keys() & state.keys() - same.keys()})
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
         """The optimizer's state after the last update."""
@@ -452,6 +525,7 @@ class RoundPipeStrategy(ParallelStrategy):
     def _make_executor(self, module: "LightningModule") -> Executor:
         assert self.parallel_devices is not None
         self._model_signature = _signature(module)
+        self._not_as_built.update({parameter: True for parameter in module.parameters() if parameter.requires_grad})
         devices = [_indexed(device) for device in self.parallel_devices] * self._workers_per_device
         planner = self._planner = TrainingPlanner(
             len(devices),
@@ -466,17 +540,35 @@ class RoundPipeStrategy(ParallelStrategy):
         )
         compute_dtype = self.precision_plugin.compute_dtype
         max_bytes = largest_unit_bytes(devices, self._gpu_memory_limit, compute_dtype)
+        units = find_units(module, self._units, max_bytes, self._upload_on_call)
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        delays = self._optimizer_overlap == "stale" and module.automatic_optimization
+        accumulates = int(module.trainer.accumulate_grad_batches > 1)
+        budget, placement = count_host_memory(
+            module.parameters(),
+            self.optimizers if fits else (),
+            kind=self._host_weights,
+            facts=host_facts(),
+            num_gpus=sum(device.type == "cuda" for device in devices),
+            compute_dtype=compute_dtype,
+            largest_unit_bytes=max((unit.num_bytes for unit in units), default=0),
+            gradient_copies=(self._replica_groups or 1) + max(accumulates, int(delays)),
+            delays_updates=delays,
+        )
+        budget.check(rank_zero_warn)
         executor = Executor(
             root=module,
-            units=find_units(module, self._units, max_bytes, self._upload_on_call),
+            units=units,
             devices=devices,
             plan_training=planner.make,
             plan_evaluation=partial(evaluation_schedule, len(devices)),
             warn=rank_zero_warn,
             compute_dtype=compute_dtype,
             gpu_memory_limit=self._gpu_memory_limit,
+            placement=placement,
+            budget=budget,
             compile_options=self._compile_options,
-            delays_updates=self._optimizer_overlap == "stale" and module.automatic_optimization,
+            delays_updates=delays,
         )
         _log.debug("units: %s", ", ".join(map(str, executor.units)))
         return executor
@@ -563,20 +655,27 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states; they stay on the host, with the weights."""
+        files = FileMappings()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
+            # PyTorch takes tensors over as they are, mapped ones too; but these will be written to.
+            for values in optimizer.state.values():
+                values.update({key: value.clone() for key, value in values.items() if _lies_in(value, files)})
         self._choose_kernels()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write an ordinary Lightning checkpoint, and the base of the step's randomness with it."""
-        if self._last_seed is not None:
-            checkpoint[_CHECKPOINT_KEY] = {"base_seed": self._last_seed}
+        """Write an ordinary Lightning checkpoint; in it the base of the step's randomness, and what was left out."""
+        ours: dict[str, Any] = {} if self._last_seed is None else {"base_seed": self._last_seed}
+        if not self._save_frozen_weights and "state_dict" in checkpoint:
+            ours["left_out"] = sorted(self._frozen_as_built() - checkpoint["state_dict"].keys())
+        if ours:
+            checkpoint[_CHECKPOINT_KEY] = ours
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; one of ours continues with the same randomness."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        if _CHECKPOINT_KEY in checkpoint:
+        if "base_seed" in checkpoint.get(_CHECKPOINT_KEY, {}):
             self._base_seed = int(checkpoint[_CHECKPOINT_KEY]["base_seed"])
         return checkpoint
 
@@ -602,6 +701,7 @@ class RoundPipeStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         state["_executor"] = state["_planner"] = state["_step_log"] = None
+        state["_not_as_built"] = WeakIdKeyDictionary()
         return state
 
     # ------------------------------------------------------------------ when weights may change between steps
@@ -776,7 +876,12 @@ class RoundPipeStrategy(ParallelStrategy):
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory that is in use for streaming, in bytes."""
-        return 0 if self._executor is None else self._executor.store.pinned_bytes
+        return 0 if self._executor is None else self._executor.pinned_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of weights that stay in the files from which they were loaded."""
+        return 0 if self._executor is None else self._executor.store.mapped_bytes
 
     def predicted_timeline(self) -> Timeline | None:
         """What the simulator says of the schedule of training steps; None until costs of calls have been measured."""
@@ -999,6 +1104,17 @@ def _is_count(value: Any) -> bool:
 
 def _indexed(device: torch.device) -> torch.device:
     return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+
+
+def _lies_in(value: Any, files: FileMappings) -> bool:
+    return isinstance(value, Tensor) and value in files
+
+
+def _is_frozen_as(parameter: Tensor, value: Any) -> bool:
+    """Whether ``parameter`` is not trained and has the values of ``value`` already."""
+    if parameter.requires_grad or not isinstance(value, Tensor) or value.dtype is not parameter.dtype:
+        return False
+    return parameter.device == value.device == _HOST and torch.equal(parameter, value)
 
 
 def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -1,5 +1,8 @@
-"""Sharded checkpoints: written whole or not at all, at once or while training goes on; resumed from to the bit."""
+"""Checkpoints: written whole or not at all, at once or while training goes on; resumed from to the bit."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.checkpoint_io import ShardedCheckpointIO, is_sharded, load_sharded
+from lightning_roundpipe.checkpoint_io import FileCheckpointIO, ShardedCheckpointIO, is_sharded, load_sharded
 from tests.helpers.equivalence import BatchDealer, trainer_for
 from tests.helpers.models import Residual, residual_batches, seeded
 
@@ -97,3 +100,79 @@ def test_what_is_no_checkpoint_is_named() -> None:
         ShardedCheckpointIO(num_threads=0)
     with pytest.raises(TypeError, match="storage_options"):
         ShardedCheckpointIO().save_checkpoint({}, "here.ckpt", storage_options={})
+
+
+# ------------------------------------------------------------------------------------------------------------ one file
+
+
+def test_one_file_is_replaced_only_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = FileCheckpointIO()
+    plugin.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, "folder/one.ckpt")
+    save = torch.save
+
+    def fails(content: Any, path: Any) -> None:
+        save(content, path)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(OSError, match="no space left"):
+        plugin.save_checkpoint({"state_dict": {"w": torch.zeros(2)}}, "folder/one.ckpt")
+    assert [path.name for path in Path("folder").iterdir()] == ["one.ckpt"]
+    for weights_only in (None, True, False):
+        read = plugin.load_checkpoint("folder/one.ckpt", weights_only=weights_only)
+        assert torch.equal(read["state_dict"]["w"], torch.ones(2))
+
+
+def test_files_of_older_formats_are_read() -> None:
+    torch.save({"state_dict": {"w": torch.ones(2)}}, "old.ckpt", _use_new_zipfile_serialization=False)
+    assert torch.equal(FileCheckpointIO().load_checkpoint("old.ckpt")["state_dict"]["w"], torch.ones(2))
+    with pytest.raises(FileNotFoundError):
+        FileCheckpointIO().load_checkpoint("nothing.ckpt")
+
+
+def test_other_places_are_left_to_lightning() -> None:
+    plugin = FileCheckpointIO()
+    plugin.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, "memory://one.ckpt")
+    assert torch.equal(plugin.load_checkpoint("memory://one.ckpt")["state_dict"]["w"], torch.ones(2))
+
+
+MEASURE = """
+import resource, torch
+from pathlib import Path
+from torch import nn
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning_roundpipe.checkpoint_io import FileCheckpointIO, ShardedCheckpointIO
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def own():
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(1024 * int(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:"))
+
+layers = nn.ModuleList(nn.Linear(1024, 2048, bias=False) for _ in range(16))
+FileCheckpointIO().save_checkpoint({"state_dict": nn.Linear(2, 2).state_dict()}, "warm.ckpt")
+ShardedCheckpointIO().save_checkpoint({"state_dict": nn.Linear(2, 2).state_dict()}, "warm.sharded")
+for name, plugin in (("file", FileCheckpointIO()), ("sharded", ShardedCheckpointIO()), ("theirs", TorchCheckpointIO())):
+    before = peak()
+    plugin.save_checkpoint({"state_dict": layers.state_dict()}, f"./{name}.ckpt")
+    print(peak() - before)
+before = own()
+loaded = FileCheckpointIO().load_checkpoint("file.ckpt")
+print(own() - before)
+assert all(torch.equal(tensor, loaded["state_dict"][name]) for name, tensor in layers.state_dict().items())
+"""
+
+
+def test_saving_takes_less_than_a_layer() -> None:
+    """Sixteen layers of 8 MiB, in a process of its own; Lightning's plugin takes as much again as there is."""
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root}
+    args = [sys.executable, "-c", MEASURE]
+    out = subprocess.run(args, capture_output=True, text=True, check=True, timeout=60, env=environment)
+    file, sharded, theirs, loaded = map(int, out.stdout.split())
+    layer = 8 * 2**20
+    assert file < layer
+    assert sharded < 4 * layer  # four files at once
+    assert theirs > 15 * layer
+    assert loaded < layer

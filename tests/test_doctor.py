@@ -46,6 +46,7 @@ def host(**changes):
         num_threads=16,
         memory_bytes=1024 * GIB,
         available_bytes=1000 * GIB,
+        swap_bytes=0,
         lockable_bytes=8 * 2**20,
     )
     sound = HostCheckup(facts=facts, bytes_per_s=400e9, adamw_weights_per_s=5e9, pinned_bytes=16 * GIB)

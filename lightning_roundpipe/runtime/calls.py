@@ -29,7 +29,7 @@ from lightning_roundpipe.runtime.host_store import UsePlace
 from lightning_roundpipe.runtime.lookup import LookupDict
 from lightning_roundpipe.runtime.thread_state import Autocast
 from lightning_roundpipe.runtime.trees import Structure
-from lightning_roundpipe.runtime.units import Unit
+from lightning_roundpipe.runtime.units import Unit, tensor_bytes
 from lightning_roundpipe.runtime.worker import Worker
 
 __all__ = ["CallRecord", "InputArchive", "KeptInput", "Scope", "border", "is_differentiable"]
@@ -89,6 +89,10 @@ class Scope:
             compare: also compare values: writes through ``.data`` leave no trace.
         """
         for host, leaf, version in self._leaves.values():
+            if self.worker.shares_memory(host):
+                if leaf._version != version:
+                    return host
+                continue  # There is no other copy to compare with.
             moved = leaf._version != version or leaf.data_ptr() != self.worker.weight(host).data_ptr()
             # Memory may be laid out anew (cuDNN's recurrent layers do that): what counts is the values.
             if (moved or compare) and not torch.equal(leaf.detach(), self.worker.upload_weight(host)):
@@ -210,9 +214,13 @@ class InputArchive:
 
     Masks, rotary tables and encoder states go into many calls; they are kept, and brought back, once. In host memory a
     copy is taken even if the input lies there already: user code may change it in place after the call.
+
+    Attributes:
+        copied_bytes: of all copies of dense tensors so far.
     """
 
     def __init__(self) -> None:
+        self.copied_bytes = 0
         # Weak: a copy goes when the last call that needs it has run backward.
         self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[KeptInput]]] = {}
         self._restored: weakref.WeakKeyDictionary[KeptInput, Tensor] = weakref.WeakKeyDictionary()
@@ -227,6 +235,7 @@ class InputArchive:
             kept = KeptInput(tensor.detach(), version)
         else:
             kept = KeptInput(tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu())
+            self.copied_bytes += tensor_bytes(kept.tensor) if tensor.layout is torch.strided else 0
         self._known[id(tensor)] = weakref.ref(tensor), version, weakref.ref(kept)
         return kept
 

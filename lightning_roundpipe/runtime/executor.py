@@ -19,7 +19,9 @@ from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import Plan
 from lightning_roundpipe.runtime.compiled import CompiledUnits
 from lightning_roundpipe.runtime.gpu_worker import GpuWorker
+from lightning_roundpipe.runtime.hardware import host_facts
 from lightning_roundpipe.runtime.hazards import uncompiled
+from lightning_roundpipe.runtime.host_budget import HostBudget
 from lightning_roundpipe.runtime.host_store import HostStore
 from lightning_roundpipe.runtime.lookup import installed
 from lightning_roundpipe.runtime.manual_run import ManualRun
@@ -27,6 +29,7 @@ from lightning_roundpipe.runtime.microbatch_run import MicroBatchRun
 from lightning_roundpipe.runtime.objective import BatchObjective
 from lightning_roundpipe.runtime.partial_step import PartialStepper
 from lightning_roundpipe.runtime.pending import PendingStep
+from lightning_roundpipe.runtime.placement import WeightPlacement
 from lightning_roundpipe.runtime.randomness import preserved_generators
 from lightning_roundpipe.runtime.stats import StepStats, TicketSpan
 from lightning_roundpipe.runtime.step import Abort, Objective, Step, StepFunction
@@ -113,6 +116,8 @@ class Executor:
         warn: tells the user something.
         compute_dtype: dtype to which float32 parameters are converted for computation; None to leave them.
         gpu_memory_limit: share of the GPU memory that is free at the start which may be used.
+        placement: where weights lie in host memory.
+        budget: of host memory, to be checked again when the inputs that are kept are known.
         compile_options: keyword arguments of `torch.compile` for units; None to run them eagerly.
         delays_updates: whether steps may lack the update before them (see [Note: Delayed updates]).
 
@@ -128,6 +133,8 @@ class Executor:
     warn: Callable[[str], None]
     compute_dtype: torch.dtype | None = None
     gpu_memory_limit: float = 0.9
+    placement: WeightPlacement = field(default_factory=WeightPlacement)
+    budget: HostBudget | None = None
     compile_options: Mapping[str, Any] | None = None
     delays_updates: bool = False
     poison_masters: bool = field(default=False, init=False)
@@ -135,7 +142,13 @@ class Executor:
 
     def __post_init__(self) -> None:
         pin = any(device.type == "cuda" for device in self.devices)
-        self.store = HostStore(self.compute_dtype, pin=pin, warn=self.warn_once, delays=self.delays_updates)
+        self.store = HostStore(
+            self.compute_dtype,
+            pin=pin,
+            warn=self.warn_once,
+            delays=self.delays_updates,
+            placement=self.placement,
+        )
         self._warned: set[str] = set()
         self._threads = ThreadPool("roundpipe-microbatch")
         self.store.adopt(self.root, self.units)
@@ -163,6 +176,11 @@ class Executor:
     def invalidate(self) -> None:
         """Declare that weights or buffers may have changed since the last step, in whatever way."""
         self._stale = True
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory."""
+        return self.store.pinned_bytes + sum(worker.pinned_bytes for worker in self.workers)
 
     @property
     def weight_budget_bytes(self) -> float:
@@ -223,7 +241,7 @@ class Executor:
         self._threads.close()
         self.wait_for_updates()
         for worker in self.workers:
-            worker.synchronize()
+            worker.close()
         self.store.close()
 
     def run(
@@ -312,6 +330,8 @@ class Executor:
                 self.workers[0].clear()
                 self.writes_buffers |= trains and runs[0].writes_buffers
                 learned = self._orders[kind] = self._plan(runs[0].order, count, trains)
+                if trains:
+                    self._check_kept_inputs(runs[0], learned.schedule.plan, sum(num_samples) / num_samples[0])
             if trains:
                 self._training_order = learned.units
             schedule = learned.schedule.with_microbatches(count)
@@ -456,6 +476,19 @@ class Executor:
     def _plan(self, order: Sequence[int], num_microbatches: int, trains: bool) -> _Order:
         make = self.plan_training if trains else self.plan_evaluation
         return _Order(tuple(order), make([self._call_size(self.units[unit]) for unit in order], num_microbatches))
+
+    def _check_kept_inputs(self, run: MicroBatchRun, plan: Plan, share: float) -> None:
+        """Refuse a batch whose kept inputs do not fit into host memory.
+
+        Args:
+            run: the first micro-batch.
+            plan: which calls keep inputs.
+            share: the size of the batch, in micro-batches like the first.
+        """
+        calls = min(sum(plan.forward), len(run.kept_bytes))
+        if self.budget is not None and calls and not any(worker.holds_inputs for worker in self.workers):
+            kept_bytes = int(share * run.kept_bytes[calls - 1])
+            self.budget.with_kept_inputs(kept_bytes, self.store.partial_bytes, host_facts()).check(self.warn_once)
 
     def _call_size(self, unit: Unit) -> CallCost:
         uploaded = sum(self.store.uploaded_bytes(p) for p in unit.parameters)

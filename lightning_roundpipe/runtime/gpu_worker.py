@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_roundpipe.plan.timeline import Lane
 from lightning_roundpipe.runtime.host_store import HostStore, LandedSum, UsePlace, WeightSlab
+from lightning_roundpipe.runtime.slab import Slab
+from lightning_roundpipe.runtime.staging import StagedUpload, StagingRing
 from lightning_roundpipe.runtime.units import tensor_bytes
 from lightning_roundpipe.runtime.worker import Mark, Worker
 
@@ -46,7 +48,7 @@ class _Slot:
         home: the slab that it holds a copy of.
         version: of that slab.
         weights: the copies, by id of the parameter.
-        ready: passed by the upload stream when the copy is complete.
+        ready: passed by the upload stream when the copy is complete; to come, if it goes through the staging ring.
         awaited: whether the compute stream waits for `ready` already.
     """
 
@@ -54,7 +56,7 @@ class _Slot:
     home: WeightSlab
     version: int
     weights: dict[int, Tensor]
-    ready: torch.cuda.Event
+    ready: torch.cuda.Event | StagedUpload
     awaited: bool = False
 
     @property
@@ -104,6 +106,7 @@ class GpuWorker(Worker):
         self._now: list[WeightSlab] = []
         self._upcoming: list[WeightSlab] = []
         self._staging: Tensor | None = None
+        self._ring: StagingRing | None = None
         self._in_flight: list[tuple[torch.cuda.Event, list[Tensor]]] = []
         self._brought: dict[tuple[int, int], tuple[Tensor, list[_BroughtSum]]] = {}
         self._epoch = self._event(self._compute)
@@ -200,9 +203,14 @@ class GpuWorker(Worker):
             self._load_updated(self._now)
         slot = self._load(home)
         if not slot.awaited:
-            self._compute.wait_event(slot.ready)
+            ready = slot.ready.handed_over().ready if isinstance(slot.ready, StagedUpload) else slot.ready
+            self._compute.wait_event(ready)
             slot.awaited = True
         return slot.weights[id(parameter)]
+
+    def shares_memory(self, parameter: Tensor) -> bool:
+        """False: a GPU computes with copies."""
+        return False
 
     def _load(self, home: WeightSlab) -> _Slot:
         slot = self._slots.get(id(home))
@@ -212,24 +220,36 @@ class GpuWorker(Worker):
         if slot is not None:
             self._evict(id(home))
         version = home.version  # As it is before anything is read.
-        target = self._store.dtype_of(home.parameters[0])
-        num_elements = home.slab.num_bytes // home.slab.dtype.itemsize
-        self._make_room(num_elements * target.itemsize)
+        source, target = home.slab, self._store.dtype_of(home.parameters[0])
+        self._make_room(source.num_elements * target.itemsize)
         # Slots outlive an evaluation: they must not be inference tensors.
-        start = self._event(self._h2d)
         with torch.inference_mode(False), torch.cuda.stream(self._h2d):
-            flat = torch.empty(num_elements, dtype=target, device=self.device)
-            self._upload(home.slab.flat.view(home.slab.dtype), flat)
-            tensors = home.slab.views_of(flat)
+            flat = torch.empty(source.num_elements, dtype=target, device=self.device)
+            tensors = source.views_of(flat)
+        ready: torch.cuda.Event | StagedUpload
+        if isinstance(source, Slab) and source.pinned:
+            ready = self._upload(source, flat)
+        else:
+            if self._ring is None:
+                self._ring = StagingRing(self.device, self._h2d, self._store.warn)
+            ready = self._ring.upload(source, flat)
         weights = dict(zip(map(id, home.parameters), tensors, strict=True))
-        ready = self._event(self._h2d)
         self._store.uploading(home, ready)
-        self.transfers.append((Lane.H2D, start, ready, home.slab.payload_bytes))
         slot = _Slot(flat, home, version, weights, ready)
         self._slots[id(home)] = slot
         return slot
 
-    def _upload(self, source: Tensor, target: Tensor) -> None:
+    def _upload(self, slab: Slab, flat: Tensor) -> torch.cuda.Event:
+        """Copy what is pinned; returns an event that is passed when that is done."""
+        start = self._event(self._h2d)
+        with torch.inference_mode(False), torch.cuda.stream(self._h2d):
+            for begin, piece in slab.pieces():
+                self._copy_in_chunks(piece, flat[begin : begin + len(piece)])
+        ready = self._event(self._h2d)
+        self.transfers.append((Lane.H2D, start, ready, slab.payload_bytes))
+        return ready
+
+    def _copy_in_chunks(self, source: Tensor, target: Tensor) -> None:
         """Copy chunk by chunk, on the upload stream; where dtypes differ, through memory that is used again."""
         elements = _CHUNK_BYTES // source.element_size()
         for start in range(0, len(source), elements):
@@ -374,11 +394,29 @@ class GpuWorker(Worker):
 
     def synchronize(self) -> None:
         """Wait until everything that was launched on this worker has run."""
+        self._drain_ring()
         for stream in (self._compute, self._h2d, self._inputs, self._d2h):
             stream.synchronize()
 
+    def _drain_ring(self) -> None:
+        if self._ring is not None:
+            self.transfers += [(Lane.H2D, *upload) for upload in self._ring.drain()]
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked memory of the worker's own."""
+        return 0 if self._ring is None else self._ring.pinned_bytes
+
+    def close(self) -> None:
+        """Wait for everything, and give page-locked buffers back; the worker is not used any more."""
+        self.synchronize()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+
     def clear(self) -> None:
         """Forget what belongs to the step. Weights and buffers stay; stale versions are not used again."""
+        self._drain_ring()
         self._stage = -1
         self._sums.clear()
         self._brought.clear()

@@ -39,6 +39,7 @@ class HostFacts:
         num_threads: threads that torch uses for one operation.
         memory_bytes: memory of the machine, or of the container if that has less.
         available_bytes: what is free or can be freed of it.
+        swap_bytes: free swap.
         lockable_bytes: limit of locked memory (``ulimit -l``); None if there is none.
     """
 
@@ -47,6 +48,7 @@ class HostFacts:
     num_threads: int
     memory_bytes: int
     available_bytes: int
+    swap_bytes: int
     lockable_bytes: int | None
 
 
@@ -98,6 +100,7 @@ def host_facts() -> HostFacts:
     for limit, used, cached in _memory_limits():
         memory_bytes = min(memory_bytes, limit)
         available_bytes = min(available_bytes, max(0, limit - used + cached))
+    swap_bytes = min([meminfo.get("SwapFree", 0), *_swap_limits()])
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostFacts(
         cpu=_cpu_name(),
@@ -105,6 +108,7 @@ def host_facts() -> HostFacts:
         num_threads=torch.get_num_threads(),
         memory_bytes=memory_bytes,
         available_bytes=available_bytes,
+        swap_bytes=swap_bytes,
         lockable_bytes=None if soft == resource.RLIM_INFINITY else soft,
     )
 
@@ -120,25 +124,41 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
 
 
-def _memory_limits(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> Iterator[tuple[int, int, int]]:
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+def _memory_limits(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Iterator[tuple[int, int, int]]:
     """Limit, use, and reclaimable part of the use, in bytes, of every control group that holds this process."""
+    for folder, is_old in _control_groups(root, own):
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_old else ("memory.max", "memory.current")
+        limit, used = (_read(folder / name).strip() for name in names)
+        if limit.isdecimal() and used.isdecimal():
+            stat = dict(row.split() for row in _read(folder / "memory.stat").splitlines())
+            # Pages of files, mapped ones too: what was read of weights is not lost memory.
+            yield int(limit), int(used), sum(int(stat.get(name, 0)) for name in ("inactive_file", "active_file"))
+
+
+def _swap_limits(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Iterator[int]:
+    """Bytes of swap that are left to every control group that holds this process; old ones do not limit it alone."""
+    for folder, is_old in _control_groups(root, own):
+        limit, used = (_read(folder / name).strip() for name in ("memory.swap.max", "memory.swap.current"))
+        if not is_old and limit.isdecimal() and used.isdecimal():
+            yield max(0, int(limit) - int(used))
+
+
+def _control_groups(root: Path, own: Path) -> Iterator[tuple[Path, bool]]:
+    """Folders of the control groups of memory that hold this process, and whether they are of the first version."""
     for line in _read(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
         base = root / controllers
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         group = base / path.lstrip("/")
         # In a container the path may be the host's: what is mounted at the root is then the container's own group.
         for folder in {group, *group.parents, base}:
-            if not folder.is_relative_to(base):
-                continue
-            limit, used = (_read(folder / name).strip() for name in names)
-            if limit.isdecimal() and used.isdecimal():
-                stat = dict(row.split() for row in _read(folder / "memory.stat").splitlines())
-                yield int(limit), int(used), int(stat.get("inactive_file", 0))
+            if folder.is_relative_to(base):
+                yield folder, bool(controllers)
 
 
 def _read(path: Path) -> str:

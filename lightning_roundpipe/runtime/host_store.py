@@ -6,7 +6,8 @@ compute copy: a worker's, in the dtype of computation. With GPUs the master's me
     the same `nn.Parameter`, and is uploaded as it is; the worker converts it. Only a frozen master that computes in
     another dtype has a copy in host memory, converted once: it is uploaded again and again, and never updated. Where
     updates are delayed, every trainable master has one, too, for virtual workers as well: workers read the copy while
-    the master is updated.
+    the master is updated. What is not to be pinned (see `WeightPlacement`) stays where it is; the thread that stages it
+    converts it on the way.
 gradient: where the sum over a batch lands. It becomes ``.grad`` when Lightning expects it (see `publish`).
 partial sum: what the micro-batch that learns the order of calls has contributed, told apart by place of use.
 
@@ -23,15 +24,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.runtime.in_place import InPlace
+from lightning_roundpipe.runtime.mapped import FileMappings
 from lightning_roundpipe.runtime.pending import PendingStep
+from lightning_roundpipe.runtime.placement import Home, WeightPlacement
 from lightning_roundpipe.runtime.slab import Slab
-from lightning_roundpipe.runtime.units import Unit
+from lightning_roundpipe.runtime.staging import StagedUpload
+from lightning_roundpipe.runtime.units import Unit, tensor_bytes
 from lightning_roundpipe.runtime.uses import UseCounter
 
 __all__ = ["HostStore", "LandedSum", "UsePlace", "WeightSlab"]
 
 _SAMPLES = 64
 """Elements by which a write to a frozen parameter is noticed; an update of all of them (a moving average) always is."""
+
+_SAMPLES_IN_FILE = 4
+"""The same for parameters in files, where each may be a page to read from a disk."""
 
 _MANY = 1000
 
@@ -55,24 +63,19 @@ class UsePlace(NamedTuple):
 
 @dataclass(eq=False)
 class WeightSlab:
-    """Pinned memory that an upload of one unit (or one loose parameter) reads; all of one dtype, and to one dtype.
+    """Memory that an upload of one unit (or one loose parameter) reads; all of one dtype, and to one dtype.
 
     Attributes:
         parameters: in the order of the slab's tensors.
-        slab: the masters themselves, or copies in the dtype of computation.
+        slab: the masters themselves, pinned or where they are, or copies in the dtype of computation.
         version: counts the refreshes; an upload of an older version is stale.
         uploads: passed when those who may still read the slab have done so.
     """
 
     parameters: list[Tensor]
-    slab: Slab
+    slab: Slab | InPlace
     version: int = 0
-    uploads: list[torch.cuda.Event] = field(default_factory=list)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes to upload."""
-        return self.slab.num_bytes
+    uploads: list[torch.cuda.Event | StagedUpload] = field(default_factory=list)
 
     @property
     def copies(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -106,6 +109,7 @@ class HostStore:
         pin: whether there are GPUs to copy to and from.
         warn: tells the user something.
         delays: whether workers read copies of trainable parameters, which may lack the last update.
+        placement: where weights are to lie.
 
     Threading: every method may be called from any thread, except `adopt`, `refresh` and `close`.
     """
@@ -114,6 +118,7 @@ class HostStore:
     pin: bool
     warn: Callable[[str], None]
     delays: bool = False
+    placement: WeightPlacement = field(default_factory=WeightPlacement)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _slabs: dict[int, WeightSlab] = field(default_factory=dict, init=False)
     _delayed: dict[int, Tensor] = field(default_factory=dict, init=False)
@@ -129,7 +134,10 @@ class HostStore:
     uses: UseCounter | None = field(default=None, init=False)
     pending: PendingStep | None = field(default=None, init=False)
     on_complete: Callable[[Tensor], None] | None = field(default=None, init=False)
-    _fingerprints: dict[int, tuple[int, Tensor]] = field(default_factory=dict, init=False)
+    _fingerprints: dict[int, tuple[int, int, Tensor]] = field(default_factory=dict, init=False)
+    _files: FileMappings | None = field(default=None, init=False)
+    _in_files: dict[int, Tensor] = field(default_factory=dict, init=False)
+    _may_pin: bool = field(default=True, init=False)
 
     # ------------------------------------------------------------------ weights
 
@@ -141,45 +149,96 @@ class HostStore:
 
     def uploaded_dtype(self, parameter: Tensor) -> torch.dtype:
         """The dtype in which ``parameter`` crosses the link."""
-        return parameter.dtype if parameter.requires_grad and not self.delays else self.dtype_of(parameter)
+        home = self._slabs.get(id(parameter))
+        staged = home is not None and not home.slab.pinned
+        as_it_is = parameter.requires_grad and not self.delays and not staged
+        return parameter.dtype if as_it_is else self.dtype_of(parameter)
 
     def uploaded_bytes(self, parameter: Tensor) -> int:
         """The bytes that cross the link when ``parameter`` is uploaded."""
         return parameter.numel() * self.uploaded_dtype(parameter).itemsize
 
     def adopt(self, root: nn.Module, units: Sequence[Unit]) -> None:
-        """Decide how parameters compute, and lay out in slabs what GPUs read, and copies that may lack an update.
+        """Decide how parameters compute and where they lie; lay out what GPUs read, and copies that may lack an update.
 
         Frozen and trainable parameters of a unit are apart: the first need not be uploaded again after an update. So
-        are dtypes: all of a slab is converted alike.
+        are dtypes: all of a slab is converted alike. Trainable ones come first, should not all find a place.
         """
         for module in root.modules():
             if isinstance(module, _MIXED_DTYPES_REFUSED):
                 self._full_precision.update(map(id, module.parameters(recurse=False)))
-        if not self.pin and not self.delays:
-            return
+        parameters = list(root.parameters())
+        files = self._files = FileMappings()
+        self._in_files = {id(parameter): parameter for parameter in parameters if parameter in files}
         groups: list[Sequence[nn.Parameter]] = [unit.parameters for unit in units]
-        groups += [[parameter] for parameter in root.parameters()]
-        for group in groups:
-            alike: dict[tuple[bool, torch.dtype, torch.dtype], list[nn.Parameter]] = {}
-            for parameter in group:
-                if id(parameter) not in self._slabs and (self.pin or parameter.requires_grad):
-                    kind = parameter.requires_grad, parameter.dtype, self.dtype_of(parameter)
-                    alike.setdefault(kind, []).append(parameter)
-            for parameters in alike.values():
-                self._adopt(parameters)
+        groups += [[parameter] for parameter in parameters]
+        # In host memory nothing is gained by taking weights out of files.
+        placement = self.placement if self.pin or self.placement.kind != "auto" else WeightPlacement(kind="mmap")
+        seen: set[int] = set()
+        taken_bytes = 0
+        for trainable in (True, False):
+            for group in groups:
+                alike: dict[tuple[torch.dtype, torch.dtype, bool], list[nn.Parameter]] = {}
+                for parameter in group:
+                    if parameter.requires_grad is trainable and id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        kind = parameter.dtype, self.dtype_of(parameter), id(parameter) in self._in_files
+                        alike.setdefault(kind, []).append(parameter)
+                for (_, _, in_file), new in alike.items():
+                    num_bytes = sum(map(tensor_bytes, new))
+                    home = placement.home(
+                        trainable=trainable, in_file=in_file, num_bytes=num_bytes, taken_bytes=taken_bytes
+                    )
+                    taken_bytes += num_bytes if in_file and not trainable and home is not Home.FILE else 0
+                    self._adopt(new, home)
 
-    def _adopt(self, new: Sequence[nn.Parameter]) -> None:
+    def _adopt(self, new: Sequence[nn.Parameter], home: Home) -> None:
+        delayed = self.delays and new[0].requires_grad
+        if delayed or (home is Home.PINNED and self.pin):
+            self._lay_out(new, pin=home is Home.PINNED, delayed=delayed)
+        elif home is not Home.FILE:
+            self._take_out_of_files(new)
+        if self.pin and id(new[0]) not in self._slabs:
+            source = WeightSlab(list(new), InPlace(new, self._files if home is Home.FILE else None))
+            self._slabs.update((id(parameter), source) for parameter in new)
+
+    def _lay_out(self, new: Sequence[nn.Parameter], *, pin: bool, delayed: bool) -> None:
         likes = [(parameter.shape, self.uploaded_dtype(parameter)) for parameter in new]
-        home = WeightSlab(list(new), Slab(likes, pin=self.pin, warn=self.warn))
+        home = WeightSlab(list(new), self._slab(likes, pin=pin))
         for parameter, tensor in zip(new, home.slab.tensors, strict=True):
             tensor.copy_(parameter.detach())
-            if self.delays and parameter.requires_grad:
+            if delayed:
                 self._delayed[id(parameter)] = tensor
             elif tensor.dtype == parameter.dtype:
                 # One copy in memory: the slab becomes the master's own memory.
                 parameter.data = tensor
+                self._in_files.pop(id(parameter), None)
             self._slabs[id(parameter)] = home
+        if delayed:
+            self._take_out_of_files(new)
+
+    def _take_out_of_files(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if self._in_files.pop(id(parameter), None) is not None:
+                parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+
+    def _slab(self, likes: Sequence[tuple[torch.Size, torch.dtype]], *, pin: bool = True) -> Slab:
+        pin = pin and self.pin and self._may_pin
+        slab = Slab(likes, pin=pin, warn=self.warn)
+        # Where the driver has refused once it is not asked again: that takes long, and other things need memory, too.
+        self._may_pin &= slab.pinned or not pin or slab.num_bytes == 0
+        return slab
+
+    def lies_in_file(self, parameter: Tensor) -> bool:
+        """Whether ``parameter`` stays in the file from which it was loaded."""
+        return id(parameter) in self._in_files
+
+    def read_ahead(self, parameters: Iterable[Tensor]) -> None:
+        """Have the kernel read those of ``parameters`` that lie in files."""
+        if self._files is not None and self._in_files:
+            for parameter in parameters:
+                if self.lies_in_file(parameter):
+                    self._files.read_ahead(parameter)
 
     def slab(self, parameter: Tensor) -> WeightSlab:
         """The slab from which ``parameter`` is uploaded."""
@@ -232,19 +291,19 @@ class HostStore:
             if id(parameter) in self._slabs:
                 self._has_changed(parameter)
 
-    def uploading(self, home: WeightSlab, event: torch.cuda.Event) -> None:
-        """An upload reads ``home`` until ``event`` is passed."""
+    def uploading(self, home: WeightSlab, upload: torch.cuda.Event | StagedUpload) -> None:
+        """An upload reads ``home`` until ``upload`` is passed."""
         with self._lock:
-            home.uploads = [upload for upload in home.uploads if not upload.query()]
-            home.uploads.append(event)
+            home.uploads = [earlier for earlier in home.uploads if not earlier.query()]
+            home.uploads.append(upload)
 
     def await_uploads(self, parameters: Iterable[Tensor]) -> None:
         """Wait until no upload that was started reads the memory of ``parameters``: they may be written then."""
         for home in self._homes(map(id, parameters)):
             with self._lock:
                 uploads, home.uploads = home.uploads, []
-            for event in uploads:
-                event.synchronize()
+            for upload in uploads:
+                upload.synchronize()
 
     def _copy(self, home: WeightSlab, wanted: Collection[int]) -> None:
         for parameter, copy in home.copies:
@@ -255,10 +314,11 @@ class HostStore:
     def _has_changed(self, parameter: Tensor) -> bool:
         """Whether a parameter was written to: by its version, or (writes to ``.data`` leave that) by samples."""
         values = self._master(parameter).flatten()
-        now = parameter._version, values[:: max(1, values.numel() // _SAMPLES)].clone()
+        samples = _SAMPLES_IN_FILE if self.lies_in_file(parameter) else _SAMPLES
+        now = parameter._version, parameter.data_ptr(), values[:: max(1, values.numel() // samples)].clone()
         before = self._fingerprints.get(id(parameter))
         self._fingerprints[id(parameter)] = now
-        return before is None or before[0] != now[0] or not torch.equal(before[1], now[1])
+        return before is None or before[:2] != now[:2] or not torch.equal(before[2], now[2])
 
     def _homes(self, keys: Iterable[int] | None = None) -> list[WeightSlab]:
         homes = map(self._slabs.get, self._slabs if keys is None else keys)
@@ -284,6 +344,12 @@ class HostStore:
         with self._lock:
             entry = self._partials.pop((id(parameter), place), None)
         return entry[1] if entry is not None else None
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of the sums that `keep_partial` keeps."""
+        with self._lock:
+            return sum(tensor_bytes(gradient) for _, gradient in self._partials.values())
 
     def land(self, parameter: Tensor, place: UsePlace, gradient: Tensor, event: torch.cuda.Event | None = None) -> None:
         """Give the sum for one place, in host memory; it has arrived when ``event`` is passed."""
@@ -396,7 +462,7 @@ class HostStore:
                     parameter.grad = None
             landing = next((slab.tensors[0] for slab in slabs if slab.tensors[0].data_ptr() not in used), None)
             if landing is None:
-                slabs.append(Slab([(parameter.shape, parameter.dtype)], pin=self.pin, warn=self.warn))
+                slabs.append(self._slab([(parameter.shape, parameter.dtype)]))
                 landing = slabs[-1].tensors[0]
             self._reserved.add(landing.data_ptr())
             return landing
@@ -440,6 +506,11 @@ class HostStore:
         """Bytes of page-locked memory."""
         return sum(slab.num_bytes for slab in self._all_slabs() if slab.pinned)
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the weights that stay in files."""
+        return sum(map(tensor_bytes, self._in_files.values()))
+
     def close(self) -> None:
         """End the registration of all memory. Masters and gradients stay valid."""
         for slab in self._all_slabs():
@@ -447,9 +518,13 @@ class HostStore:
         self._slabs.clear()
         self._delayed.clear()
         self._landings.clear()
+        self._in_files.clear()
+        if self._files is not None:
+            self._files.close()
 
     def _all_slabs(self) -> list[Slab]:
-        return [home.slab for home in self._homes()] + [slab for slabs in self._landings.values() for slab in slabs]
+        weights = [home.slab for home in self._homes() if isinstance(home.slab, Slab)]
+        return weights + [slab for slabs in self._landings.values() for slab in slabs]
 
     @contextmanager
     def poisoned(self, parameters: Sequence[Tensor]) -> Iterator[None]:

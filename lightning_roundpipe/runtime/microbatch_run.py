@@ -82,6 +82,7 @@ class MicroBatchRun:
         spans: tickets, with the marks between which they ran and those at which calls started.
         graph_bytes: for calls that ran with a graph, by place in the plan, what it holds; only where calls are timed.
         writes_buffers: whether a forward pass has changed a buffer.
+        kept_bytes: by call, host memory for inputs that were kept by then.
     """
 
     def __init__(self, step: "Step", index: int, *, alone: bool) -> None:
@@ -94,6 +95,7 @@ class MicroBatchRun:
         self.spans: list[tuple[Worker, Stage, Mark, Mark, list[tuple[int, Mark]]]] = []
         self.graph_bytes: dict[int, int] = {}
         self.writes_buffers = False
+        self.kept_bytes: list[int] = []
         self._position = _Position(() if alone else step.order)
         self._part = 0 if alone else step.schedule.part_of(index)
         self._ticket: Ticket | None = None
@@ -412,6 +414,7 @@ class MicroBatchRun:
             captures=Captures.begin(),
             mode=mode,
         )
+        self.kept_bytes.append(self._archive.copied_bytes)
         if keeps_graph:
             record.scope = scope
         # A unit that is watched runs with a graph even if it is dropped: it shows which tensors have one.

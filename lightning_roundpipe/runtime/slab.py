@@ -6,31 +6,20 @@ as its elements, so that saving one saves nothing else.
 """
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.runtime.units import tensor_bytes
+from lightning_roundpipe.runtime.layout import Layout
 
 __all__ = ["Slab"]
-
-ALIGNMENT = 256
-"""Bytes to which tensors in a slab are aligned: what a GPU's widest loads and copies like."""
 
 _CHUNK_BYTES = 4 * 2**30
 """Some drivers refuse to register hundreds of GiB at once."""
 
 
-def _offsets(likes: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], int]:
-    offsets, end = [], 0
-    for shape, dtype in likes:
-        offsets.append(end)
-        end += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    return offsets, end
-
-
-class Slab:
+class Slab(Layout):
     """Host memory for tensors of the given shapes and dtypes.
 
     The memory lives as long as any of its tensors; `unpin` only ends the registration.
@@ -41,8 +30,6 @@ class Slab:
         warn: told if that fails; the slab is then pageable, and copies are slow but right.
 
     Attributes:
-        likes: see above.
-        offsets: of the tensors, in bytes.
         tensors: the tensors, uninitialised, in order.
         flat: all bytes of the slab, as the tensors share them.
         pinned: whether the memory is page-locked.
@@ -51,8 +38,8 @@ class Slab:
     def __init__(
         self, likes: Sequence[tuple[torch.Size, torch.dtype]], *, pin: bool, warn: Callable[[str], None]
     ) -> None:
-        self.likes = list(likes)
-        self.offsets, num_bytes = _offsets(self.likes)
+        super().__init__(likes)
+        num_bytes = self.num_bytes
         # Shared, not private: data loaders that fork must neither copy pinned pages nor lose them.
         self._map = mmap.mmap(-1, max(num_bytes, 1))
         self.flat = torch.frombuffer(self._map, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
@@ -65,32 +52,9 @@ class Slab:
         self._registered: list[int] = []
         self.pinned = pin and num_bytes > 0 and self._register(num_bytes, warn)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the slab, padding included."""
-        return self.flat.numel()
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(map(tensor_bytes, self.tensors))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensors, if they have one and the same."""
-        return self.likes[0][1]
-
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Tensors in the memory of ``flat``, element by element where those of this slab, all of one dtype, are in it.
-
-        They are not views in autograd's sense, which would share one version counter: a write to one would count as a
-        write to all.
-        """
-        storage = flat.untyped_storage()
-        return [
-            torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, offset // self.dtype.itemsize, shape)  # type: ignore[call-overload]
-            for offset, (shape, _) in zip(self.offsets, self.likes, strict=True)
-        ]
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """All elements at once."""
+        yield 0, self.flat.view(self.dtype)
 
     def _register(self, num_bytes: int, warn: Callable[[str], None]) -> bool:
         start = self.flat.data_ptr()

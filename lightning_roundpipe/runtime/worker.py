@@ -124,11 +124,14 @@ class Worker:
         for parameter in wanted.values():
             if not self._store.is_pending([parameter]):
                 self.weight(parameter)
+        self._store.read_ahead(upcoming)
 
     # ------------------------------------------------------------------ weights and buffers
 
     def weight(self, parameter: Tensor) -> Tensor:
         """This worker's copy of ``parameter``, uploaded if it is not there yet."""
+        if self.shares_memory(parameter):
+            return self._store.weight(parameter)
         entry = self._weights.get(id(parameter))
         if entry is None:
             self._store.await_update([parameter])
@@ -136,6 +139,10 @@ class Worker:
             entry = self._weights[id(parameter)] = parameter, self.upload_weight(parameter)
             self.transfers.append((Lane.H2D, start, self.mark(), self._store.uploaded_bytes(parameter)))
         return entry[1]
+
+    def shares_memory(self, parameter: Tensor) -> bool:
+        """Whether this worker computes with the master itself: a copy of a file in memory would be for nothing."""
+        return self._store.lies_in_file(parameter) and self._store.dtype_of(parameter) is parameter.dtype
 
     def upload_weight(self, parameter: Tensor) -> Tensor:
         """A new copy of ``parameter`` on this worker."""
@@ -249,6 +256,15 @@ class Worker:
 
     def synchronize(self) -> None:
         """Wait until everything that was launched on this worker has run."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked memory of the worker's own."""
+        return 0
+
+    def close(self) -> None:
+        """Wait for everything; the worker is not used any more."""
+        self.synchronize()
 
     def clear(self) -> None:
         """Forget everything: the step is over or has failed."""

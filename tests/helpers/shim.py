@@ -73,6 +73,7 @@ def gpu_workers_on_the_host(
         "memory_allocated": lambda device: 0,
         "max_memory_allocated": lambda device: 0,
         "set_stream": lambda stream: None,
+        "set_device": lambda device: None,
         "device": lambda device: contextlib.nullcontext(),
         "empty_cache": lambda: None,
         "stream": lambda stream: contextlib.nullcontext(),

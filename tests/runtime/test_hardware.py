@@ -36,7 +36,7 @@ def test_a_container_limits_memory(line, folder, names, tmp_path, monkeypatch):
     group.mkdir(parents=True)
     (group / names[0]).write_text("1000000\n")
     (group / names[1]).write_text("600000\n")
-    (group / "memory.stat").write_text("anon 400000\ninactive_file 100000\n")
+    (group / "memory.stat").write_text("anon 400000\ninactive_file 60000\nactive_file 40000\n")
     (tmp_path / "own").write_text(f"9:cpu:/\n{line}\n")
     limits = list(hardware._memory_limits(tmp_path / "cgroup", tmp_path / "own"))
     assert limits == [(1000000, 600000, 100000)]
@@ -44,6 +44,19 @@ def test_a_container_limits_memory(line, folder, names, tmp_path, monkeypatch):
     facts = host_facts()
     assert facts.memory_bytes == 1000000
     assert facts.available_bytes == 500000
+
+
+def test_a_container_limits_swap(tmp_path, monkeypatch):
+    (tmp_path / "memory.swap.max").write_text("5000\n")
+    (tmp_path / "memory.swap.current").write_text("2000\n")
+    (tmp_path / "own").write_text("0::/\n")
+    limits = list(hardware._swap_limits(tmp_path, tmp_path / "own"))
+    assert limits == [3000]
+    (tmp_path / "memory.swap.max").write_text("max\n")
+    assert list(hardware._swap_limits(tmp_path, tmp_path / "own")) == []
+    monkeypatch.setattr(hardware, "_swap_limits", lambda: limits)
+    monkeypatch.setattr(hardware, "_meminfo", lambda: {"SwapFree": 4000})
+    assert host_facts().swap_bytes == 3000
 
 
 def test_no_limit_is_no_limit(tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_roundpipe.runtime import slab
-from lightning_roundpipe.runtime.slab import ALIGNMENT, Slab
+from lightning_roundpipe.runtime.layout import ALIGNMENT
+from lightning_roundpipe.runtime.slab import Slab
 
 LIKES = [(torch.Size([3, 5]), torch.float32), (torch.Size([]), torch.bfloat16), (torch.Size([0, 4]), torch.int8)]
 
