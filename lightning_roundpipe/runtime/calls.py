@@ -17,7 +17,7 @@ import contextvars
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,22 @@ def is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+class _Leaf(NamedTuple):
+    """What stands for a parameter in a scope.
+
+    Attributes:
+        host: the parameter.
+        leaf: what running code gets.
+        version: of the leaf when it was made.
+        pointer: to its memory then.
+    """
+
+    host: Tensor
+    leaf: nn.Parameter
+    version: int
+    pointer: int
+
+
 class Scope:
     """What one call, or one stretch of glue, looked up.
 
@@ -64,7 +80,7 @@ class Scope:
     ) -> None:
         self.worker = worker
         self.place = place
-        self._leaves: dict[int, tuple[Tensor, nn.Parameter, int]] = {}
+        self._leaves: dict[int, _Leaf] = {}
         self._buffers: dict[tuple[int, str], tuple[LookupDict, Tensor, int]] = {}
         self._assigned: dict[tuple[int, str], tuple[LookupDict, Tensor]] = {}
         self._buffers_before = buffers_before
@@ -79,8 +95,8 @@ class Scope:
             leaf = nn.Parameter(weight.detach(), requires_grad=host.requires_grad)
             if vars(host):
                 vars(leaf).update(vars(host))  # What libraries hang on parameters.
-            entry = self._leaves[id(host)] = host, leaf, leaf._version
-        return entry[1]
+            entry = self._leaves[id(host)] = _Leaf(host, leaf, leaf._version, leaf.data_ptr())
+        return entry.leaf
 
     def changed_parameter(self, *, compare: bool) -> Tensor | None:
         """A host parameter whose leaf was written to in place; the write would be lost.
@@ -88,12 +104,12 @@ class Scope:
         Args:
             compare: also compare values: writes through ``.data`` leave no trace.
         """
-        for host, leaf, version in self._leaves.values():
+        for host, leaf, version, pointer in self._leaves.values():
             if self.worker.shares_memory(host):
                 if leaf._version != version:
                     return host
                 continue  # There is no other copy to compare with.
-            moved = leaf._version != version or leaf.data_ptr() != self.worker.weight(host).data_ptr()
+            moved = leaf._version != version or leaf.data_ptr() != pointer
             # Memory may be laid out anew (cuDNN's recurrent layers do that): what counts is the values.
             if (moved or compare) and not torch.equal(leaf.detach(), self.worker.upload_weight(host)):
                 return host
@@ -177,19 +193,19 @@ class Scope:
 
         It need not be the one on which the code ran: what glue used is known to be complete stages later.
         """
-        for parameter, leaf, _ in self._leaves.values():
+        for parameter, leaf, _, _ in self._leaves.values():
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None:
                 holder.accumulate(parameter, self.place, holder.move(gradient))
 
     def host_of(self, leaf: Tensor) -> Tensor | None:
         """The host parameter as whose leaf ``leaf`` was handed out."""
-        return next((host for host, known, _ in self._leaves.values() if known is leaf or host is leaf), None)
+        return next((host for host, known, _, _ in self._leaves.values() if known is leaf or host is leaf), None)
 
     @property
     def trainable(self) -> list[Tensor]:
         """Host parameters of which a leaf that requires grad was handed out."""
-        return [host for host, leaf, _ in self._leaves.values() if leaf.requires_grad]
+        return [host for host, leaf, _, _ in self._leaves.values() if leaf.requires_grad]
 
 
 def _version(tensor: Tensor) -> int:

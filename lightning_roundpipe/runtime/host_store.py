@@ -265,7 +265,7 @@ class HostStore:
     def is_pending(self, parameters: Iterable[Tensor]) -> bool:
         """Whether any of ``parameters`` has not been updated yet by the optimizer step before."""
         pending = self.pending
-        return pending is not None and any(map(pending.is_pending, parameters))
+        return pending is not None and pending.holds_back and any(map(pending.is_pending, parameters))
 
     def is_updating(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the optimizer step before has still to do with any of ``parameters``."""

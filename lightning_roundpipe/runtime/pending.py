@@ -68,6 +68,11 @@ class PendingStep:
         """Start the thread; `join` waits for its end."""
         self._thread.start()
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether there is any parameter that the next step may not use yet."""
+        return bool(self._left)
+
     def is_pending(self, parameter: Tensor) -> bool:
         """Whether the next step may not use ``parameter`` yet."""
         return id(parameter) in self._left
