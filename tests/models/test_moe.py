@@ -236,9 +236,15 @@ def test_units_to_upload_on_call_must_exist() -> None:
 def test_a_layer_must_fit_twice() -> None:
     """Workers that share a GPU share its memory; what is converted for its upload may be larger by that."""
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    with mock.patch("torch.cuda.mem_get_info", return_value=(1000, 2000)):
+    with (
+        mock.patch("torch.cuda.mem_get_info", return_value=(1000, 2000)),
+        mock.patch("torch.cuda.memory_reserved", return_value=200),
+        mock.patch("torch.cuda.get_per_process_memory_fraction", create=True, return_value=1.0) as fraction,
+    ):
         alone = largest_unit_bytes([gpu], 0.9, None)
         assert 0 < alone < 450
         assert largest_unit_bytes([gpu, gpu], 0.9, None) == pytest.approx(alone / 2, abs=1)
         assert largest_unit_bytes([gpu], 0.9, torch.bfloat16) == 2 * alone
+        fraction.return_value = 0.5  # of 2000, of which 200 are in use
+        assert largest_unit_bytes([gpu], 0.9, None) == pytest.approx(0.8 * alone, abs=2)
     assert largest_unit_bytes([cpu, cpu], 0.9, None) == float("inf")
