@@ -9,6 +9,8 @@ from torch import Tensor, nn
 __all__ = ["FusedKernels"]
 
 _DEFAULT = ("foreach", "differentiable", "capturable")
+_DTYPES = (torch.float32, torch.float64)
+"""With half precision weights torch's fused SGD leaves all full vectors of the CPU as they are (torch 2.13)."""
 
 
 class FusedKernels:
@@ -42,7 +44,7 @@ class FusedKernels:
                     and not isinstance(group.get("lr"), Tensor)
                     # The kernel of SGD fails on parameters that get their first gradient later than others.
                     and not (isinstance(optimizer, torch.optim.SGD) and group["momentum"])
-                    and all(p.is_floating_point() and p.layout is torch.strided for p in group["params"])
+                    and all(p.dtype in _DTYPES and p.layout is torch.strided for p in group["params"])
                 ):
                     group["fused"] = True
                     self._chosen.add(id(optimizer))

@@ -53,6 +53,14 @@ def test_a_loss_scale_stands_in_the_way() -> None:
     assert not any(group["fused"] for group in module.trainer.optimizers[0].param_groups)
 
 
+def test_half_precision_weights_stand_in_the_way() -> None:
+    module = fit(lambda p: torch.optim.SGD(p, lr=1e-1), precision="bf16-true")
+    assert not any(group["fused"] for group in module.trainer.optimizers[0].param_groups)
+    plain = fit(lambda p: torch.optim.SGD(p, lr=1e-1), "auto", precision="bf16-true")
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-3)
+
+
 def test_sparse_gradients_stand_in_the_way() -> None:
     class Sparse(Residual):
         def __init__(self) -> None:
