@@ -8,6 +8,8 @@ the cases below.
 __all__ = [
     "BatchSplitError",
     "HostMemoryError",
+    "MachineLostError",
+    "MachineMismatchError",
     "PlanError",
     "RoundPipeError",
     "RoundPipeInternalError",
@@ -30,6 +32,14 @@ class BatchSplitError(RoundPipeError, ValueError):
 
 class HostMemoryError(RoundPipeError, MemoryError):
     """Training would need more host memory than there is; the message lists what needs how much, and what helps."""
+
+
+class MachineLostError(RoundPipeError, RuntimeError):
+    """Another machine of the run has died, ended with an error, or does not answer; the message says during what."""
+
+
+class MachineMismatchError(RoundPipeError, ValueError):
+    """The machines of a run do not do the same thing; the message lists what differs."""
 
 
 class WeightFileError(RoundPipeError, ValueError):

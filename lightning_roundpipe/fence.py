@@ -62,13 +62,15 @@ class UpdateFence(Callback):
 
     Args:
         finish: waits until no update is under way, and raises what the optimizer raised.
-        wait: waits, and raises nothing.
+        stop: told of an error before anybody else is; waits, and raises nothing.
         settle: what `finish` does, and sees that the next step computes with what the weights are after the hook.
     """
 
-    def __init__(self, finish: Callable[[], None], wait: Callable[[], None], settle: Callable[[], None]) -> None:
+    def __init__(
+        self, finish: Callable[[], None], stop: Callable[[BaseException], None], settle: Callable[[], None]
+    ) -> None:
         self._finish = finish
-        self._wait = wait
+        self._stop = stop
         self._settle = settle
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -103,4 +105,4 @@ class UpdateFence(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Wait, and let the exception be the one that is seen."""
-        self._wait()
+        self._stop(exception)

@@ -12,6 +12,7 @@ from lightning_roundpipe.runtime.partial_step import reason_against_parts
 __all__ = [
     "clears_or_reads_spent_gradients",
     "hooks_between_steps",
+    "needs_gradients_of_each_batch",
     "reason_against_completion",
     "reason_against_overlap",
 ]
@@ -50,6 +51,15 @@ def reason_against_overlap(
     if module.trainer.gradient_clip_val:
         return "gradient clipping needs all gradients"
     return reason_against_parts(optimizer)
+
+
+def needs_gradients_of_each_batch(module: LightningModule) -> bool:
+    """Whether user code sees or changes what a batch adds to ``.grad``, so that it must be right for each batch."""
+    return (
+        is_overridden("backward", module)
+        or is_overridden("optimizer_zero_grad", module)
+        or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
+    )
 
 
 def hooks_between_steps(module: LightningModule) -> bool:

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.init import _EmptyInit
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -25,13 +27,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_roundpipe.checkpoint_io import FileCheckpointIO
 from lightning_roundpipe.chunked_loss import KERNELS, chunked_causal_lm_loss, liger_is_installed
-from lightning_roundpipe.exceptions import PlanError
+from lightning_roundpipe.exceptions import MachineLostError, PlanError
 from lightning_roundpipe.fence import UpdateFence, what_looks_between_steps
 from lightning_roundpipe.fused_kernels import FusedKernels
+from lightning_roundpipe.machines import Machines, settings_of
 from lightning_roundpipe.module_view import ModuleViews
 from lightning_roundpipe.overlap import (
     clears_or_reads_spent_gradients,
     hooks_between_steps,
+    needs_gradients_of_each_batch,
     reason_against_completion,
     reason_against_overlap,
 )
@@ -41,6 +45,13 @@ from lightning_roundpipe.plan.timeline import Timeline
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.publish import add_gradients, publish_gradients
 from lightning_roundpipe.quantised import refuse_hidden_quantisation
+from lightning_roundpipe.runtime.collectives import (
+    GradientReducer,
+    Reduction,
+    ReductionRequest,
+    is_lost_connection,
+    naming_lost_machines,
+)
 from lightning_roundpipe.runtime.executor import Executor, StepResult, largest_unit_bytes
 from lightning_roundpipe.runtime.hardware import host_facts
 from lightning_roundpipe.runtime.hazards import switched_off
@@ -58,6 +69,7 @@ from lightning_roundpipe.runtime.planning import (
     measured_machine,
 )
 from lightning_roundpipe.runtime.randomness import counted_seed
+from lightning_roundpipe.runtime.shares import UpdateShares, parameters_of
 from lightning_roundpipe.runtime.stats import StepStats
 from lightning_roundpipe.runtime.units import find_units
 from lightning_roundpipe.runtime.updater import UpdateRequest
@@ -77,6 +89,8 @@ _CHECKPOINT_KEY = "roundpipe"
 _STEP_KINDS = ("training", "validation", "test", "predict")
 # Enough for stages to overlap on a few workers, and independent of their number as long as that is small.
 _AUTO_MICROBATCHES = 4
+_WIRE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_TIMEOUT_S = 1800.0
 
 
 class RoundPipeStrategy(ParallelStrategy):
@@ -87,7 +101,9 @@ class RoundPipeStrategy(ParallelStrategy):
     with weights that are uploaded for it. Stages are dealt to the workers round-robin. The numbers equal those of plain
     training on the whole batch.
 
-    ``Trainer(devices=N)`` gives N workers in one process.
+    ``Trainer(devices=N)`` gives N workers in one process. With ``Trainer(num_nodes=M)`` there is one such process on
+    each of M machines, started by any launcher that Lightning knows; each trains on its part of the data, and gradients
+    are averaged over the machines, as with `DistributedDataParallel`.
 
     Args:
         num_microbatches: into how many micro-batches to split each batch; ``"auto"``: 4, or the number of workers if
@@ -140,6 +156,14 @@ class RoundPipeStrategy(ParallelStrategy):
         save_frozen_weights: whether checkpoints hold frozen weights, too. Without them a checkpoint of adapters is as
             small as these; it can only be loaded into a module that has its frozen weights from elsewhere, as it had
             when training began. What was trained before, or got its values from a checkpoint, is saved in any case.
+        process_group_backend: with several machines, the backend of `torch.distributed`, for tensors in host memory.
+        timeout: how long a machine waits for the others before it gives up, in seconds or as a `timedelta`.
+        gradient_wire_dtype: with several machines, the dtype in which gradients cross the network: ``"float32"``;
+            ``"bfloat16"``, half the traffic for one more rounding of each machine's gradients (they are summed in
+            float32); by default their own.
+        shard_optimizer_state: with several machines, whether each updates a share of the parameters and sends the
+            result to the others: optimizer state then takes the host memory of a share, for more traffic. Checkpoints
+            hold all of it; machine 0 collects it for them.
         accelerator: see `lightning.pytorch.strategies.Strategy`.
         checkpoint_io: see there.
         precision_plugin: see there; by default what ``Trainer(precision=...)`` says.
@@ -173,6 +197,10 @@ class RoundPipeStrategy(ParallelStrategy):
         upload_on_call: list[str] | None = None,
         host_weights: str = "auto",
         save_frozen_weights: bool = True,
+        process_group_backend: str = "gloo",
+        timeout: float | timedelta = _TIMEOUT_S,
+        gradient_wire_dtype: str | None = None,
+        shard_optimizer_state: bool = False,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
@@ -247,6 +275,22 @@ class RoundPipeStrategy(ParallelStrategy):
         self._host_weights = host_weights
         self._save_frozen_weights = save_frozen_weights
         self._not_as_built: Any = WeakIdKeyDictionary()
+        if gradient_wire_dtype not in _WIRE_DTYPES:
+            raise ValueError(
+                f"`gradient_wire_dtype` must be None, 'float32' or 'bfloat16', but got {gradient_wire_dtype!r}."
+            )
+        if not isinstance(timeout, timedelta):
+            if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+                raise TypeError(f"`timeout` must be a number of seconds or a timedelta, but got {timeout!r}.")
+            timeout = timedelta(seconds=timeout)
+        if timeout <= timedelta(0):
+            raise ValueError(f"`timeout` must be more than 0 seconds, but got {timeout}.")
+        self._machines = Machines(process_group_backend, timeout)
+        self._gradient_wire_dtype = _WIRE_DTYPES[gradient_wire_dtype]
+        self._shards_optimizer_state = bool(shard_optimizer_state)
+        self._shares: UpdateShares | None = None
+        self._sync_blocked = False
+        self._unreduced: set[int] = set()
         self._upload_on_call = list(upload_on_call or [])
         self._sequence_tiles = dict(sequence_tiles or {})
         self._tiled_classes: set[str] = set()
@@ -289,7 +333,7 @@ class RoundPipeStrategy(ParallelStrategy):
         for name in (cls.strategy_name, f"lightning_roundpipe.{cls.__name__}".lower()):
             strategy_registry.register(name, cls, description=cls.__name__)
 
-    # ------------------------------------------------------------------ one process, whatever the number of workers
+    # ------------------------------------------------------------------ one process on each machine
 
     @property
     def root_device(self) -> torch.device:
@@ -298,33 +342,33 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """False: samplers, tuners and ``sync_dist`` behave as on a single device."""
-        return False
+        """Whether there are several machines; with one, samplers, tuners and ``sync_dist`` see a single device."""
+        return self._machines.count > 1
 
     @property
     def world_size(self) -> int:
-        """1: there is one process."""
-        return 1
+        """Number of processes: one on each machine."""
+        return self._machines.count
 
     @property
     def global_rank(self) -> int:
-        """0: there is one process."""
-        return 0
+        """Number of this machine."""
+        return self._machines.rank
 
     @property
     def local_rank(self) -> int:
-        """0: there is one process."""
+        """0: there is one process on each machine."""
         return 0
 
     @property
     def node_rank(self) -> int:
-        """0: there is one process."""
-        return 0
+        """Number of this machine."""
+        return self._machines.rank
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """One replica sees all data."""
-        return {"num_replicas": 1, "rank": 0}
+        """Each machine sees its part of the data, whatever the number of its workers."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def num_nodes(self) -> int:
@@ -333,44 +377,53 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes != 1:
-            raise MisconfigurationException(
-                f"RoundPipeStrategy drives the GPUs of one machine, but got `num_nodes={num_nodes}`. Use"
-                " `Trainer(num_nodes=1, devices=N)`."
-            )
         self._num_nodes = num_nodes
 
     def set_world_ranks(self) -> None:
-        """Refuse a launcher that starts several processes; called when the Trainer is built."""
-        environment = self.cluster_environment
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        processes = max(launched, environment.world_size() if environment is not None else 1)
-        if processes > 1:
-            source = "`WORLD_SIZE` in the environment" if launched > 1 else type(environment).__name__
-            raise MisconfigurationException(
-                f"RoundPipeStrategy drives all GPUs of a machine from one process, but {source} says that there are"
-                f" {processes} processes. Start one process (plain `python`, or `torchrun --nproc-per-node 1`) with"
-                " `Trainer(devices=N)`."
-            )
+        """Find out which machine this is; called when the Trainer is built.
 
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Identity: there is one process."""
-        return tensor
+        Raises:
+            MisconfigurationException: there are more or fewer processes than machines.
+        """
+        if self.cluster_environment is not None:
+            self._machines.launched_by(self.cluster_environment, self._num_nodes)
+
+    def setup_environment(self) -> None:
+        """Meet the other machines."""
+        super().setup_environment()
+        if self.is_distributed:
+            reset_seed()
+            self._machines.join()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the machines."""
+        return self._machines.reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Identity: there is one process."""
-        return tensor
+        """Gather a tensor from all machines, along a new first dimension; with one machine, the tensor itself."""
+        return self._machines.all_gather(tensor, group, sync_grads=sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Identity: there is one process."""
-        return obj
+        """What machine ``src`` gave."""
+        return self._machines.broadcast(obj, src)
 
     def barrier(self, name: str | None = None) -> None:
-        """Nothing to wait for: there is one process."""
+        """Wait until all machines have come here."""
+        self._machines.barrier(name)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Identity: there is one process."""
-        return decision
+        """Whether all machines (or any of them) say yes."""
+        votes = self._machines.reduce(torch.tensor(int(decision)), None, "sum")
+        return bool(votes == self.world_size if all and self._machines.are_joined else votes > 0)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Leave gradients on the machine that has them: more batches follow before the optimizer steps."""
+        outer, self._sync_blocked = self._sync_blocked, True
+        try:
+            yield
+        finally:
+            self._sync_blocked = outer
 
     # ------------------------------------------------------------------ plugins
 
@@ -427,24 +480,73 @@ class RoundPipeStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
             self._check_optimizers(module)
             self._choose_kernels()
+            self._divide_optimizer_state()
+        if self.is_distributed:
+            self._meet(trainer, fits)
         self.setup_precision_plugin()
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.device = self.root_device.type
         if self._base_seed is None:
             self._base_seed = torch.initial_seed() % 2**63
+        self._base_seed = self.broadcast(self._base_seed)
         self._last_seed = self._base_seed  # For checkpoints that are saved after the fit.
         self._step_log = StepLog(module)
         self._executor = self._make_executor(module)
+
+    def _divide_optimizer_state(self) -> None:
+        """Give each machine its share of the parameters to update, if that is wanted."""
+        self._shares = None
+        if not (self._shards_optimizer_state and self.is_distributed):
+            return
+        reasons = [reason_against_parts(optimizer) for optimizer in self.optimizers]
+        if not self._module.automatic_optimization:
+            reasons.append("with manual optimization any code may step an optimizer")
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            reasons.append("the loss scale belongs to a step over all parameters")
+        if reason := next(filter(None, reasons), None):
+            raise MisconfigurationException(
+                f"`shard_optimizer_state=True` lets each machine step a part of the parameters, but {reason}. Leave it"
+                " out."
+            )
+        self._shares = UpdateShares(self.global_rank, self.world_size)
 
     def _choose_kernels(self) -> None:
         # With a loss scale, fused kernels take it out of the gradients themselves, and clipping is refused.
         if self._module.automatic_optimization and getattr(self.precision_plugin, "scaler", None) is None:
             self._fused.choose(self._module, self.optimizers)
 
+    def _meet(self, trainer: "Trainer", fits: bool) -> None:
+        """See that all machines do the same, and give them the same weights."""
+        tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        facts: dict[str, Any] = {
+            f"`{name}`": f"{list(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}"
+            for name, tensor in tensors.items()
+        }
+        if fits:
+            facts |= settings_of(trainer, self._module)
+            facts |= {
+                "`num_microbatches`": self._num_microbatches,
+                "`loss_weight`": getattr(self._loss_weight, "__qualname__", str(self._loss_weight)),
+                "`optimizer_overlap`": self._optimizer_overlap,
+                "`gradient_wire_dtype`": self._gradient_wire_dtype,
+                "`shard_optimizer_state`": self._shards_optimizer_state,
+            }
+            if self._layer_sync is not None:
+                rank_zero_warn(
+                    "`sync_batchnorm=True` has no effect: batch normalisation sees each micro-batch of each machine."
+                )
+        self._machines.check_alike(facts)
+        plain = [tensor for tensor in tensors.values() if tensor.layout is torch.strided]
+        if differing := self._machines.spread(plain):
+            rank_zero_info(
+                f"{differing} of {len(plain)} weights and buffers were not the same on all machines; all have those of"
+                " machine 0 now."
+            )
+
     def _raise_fence(self, trainer: "Trainer") -> None:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if self._fence is None:
-            self._fence = UpdateFence(self.finish_updates, self._wait_for_updates, self._settle_updates)
+            self._fence = UpdateFence(self.finish_updates, self._stop_after_error, self._settle_updates)
         if self._fence not in callbacks:
             callbacks.insert(0, self._fence)
 
@@ -473,9 +575,31 @@ class RoundPipeStrategy(ParallelStrategy):
         if self._optimizer_overlap == "stale":
             self._weights_may_change()
 
-    def _wait_for_updates(self) -> None:
+    def _stop_after_error(self, error: BaseException) -> None:
+        """Wait for the update, and let the other machines know at once: they would wait for this one in vain."""
         if self._executor is not None:
             self._executor.wait_for_updates()
+            if self._machines.are_joined and self._executor.reducer is not None:
+                self._executor.reducer.close()
+        self._machines.abandon(error)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the other machines; give a name to the error if it is one of them that was lost.
+
+        Raises:
+            MachineLostError: a collective failed that Lightning, a metric or user code had asked for.
+        """
+        super().on_exception(exception)
+        self._stop_after_error(exception)
+        if is_lost_connection(exception):
+            # Lightning does this after the present method, unless it raises.
+            trainer = self._module.trainer
+            for logger in trainer.loggers:
+                logger.finalize("failed")
+            trainer._teardown()
+            trainer.state.stage = None
+            with naming_lost_machines("while machines exchanged something"):
+                raise exception
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state after the last update, without frozen weights if these are not to be saved."""
@@ -520,7 +644,15 @@ class RoundPipeStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
         """The optimizer's state after the last update."""
         self.finish_updates()
-        return self._fused.hide(optimizer, super().optimizer_state(optimizer))
+        state = super().optimizer_state(optimizer)
+        if self._shares is not None:
+            if not self._machines.are_joined:
+                raise MachineLostError(
+                    "The optimizer state can not be saved: the other machines, which have parts of it"
+                    " (`shard_optimizer_state=True`), are gone."
+                )
+            state = self._shares.whole_state(state)
+        return self._fused.hide(optimizer, state)
 
     def _make_executor(self, module: "LightningModule") -> Executor:
         assert self.parallel_devices is not None
@@ -554,6 +686,7 @@ class RoundPipeStrategy(ParallelStrategy):
             largest_unit_bytes=max((unit.num_bytes for unit in units), default=0),
             gradient_copies=(self._replica_groups or 1) + max(accumulates, int(delays)),
             delays_updates=delays,
+            num_shares=self.world_size if self._shares is not None else 1,
         )
         budget.check(rank_zero_warn)
         executor = Executor(
@@ -569,9 +702,23 @@ class RoundPipeStrategy(ParallelStrategy):
             budget=budget,
             compile_options=self._compile_options,
             delays_updates=delays,
+            reducer=self._make_reducer(module),
         )
         _log.debug("units: %s", ", ".join(map(str, executor.units)))
         return executor
+
+    def _make_reducer(self, module: "LightningModule") -> GradientReducer | None:
+        group = self._machines.open_gradient_group() if module.trainer.state.fn == TrainerFn.FITTING else None
+        if group is None:
+            return None
+        # With manual optimization parameters are frozen and thawed all the time.
+        trained = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+            or (not module.automatic_optimization and (parameter.is_floating_point() or parameter.is_complex()))
+        ]
+        return GradientReducer(group, trained, self._gradient_wire_dtype)
 
     def _check_devices(self) -> None:
         if self.root_device.type not in ("cpu", "cuda"):
@@ -657,7 +804,7 @@ class RoundPipeStrategy(ParallelStrategy):
         """Load optimizer states; they stay on the host, with the weights."""
         files = FileMappings()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(state if self._shares is None else self._shares.own_part(optimizer, state))
             # PyTorch takes tensors over as they are, mapped ones too; but these will be written to.
             for values in optimizer.state.values():
                 values.update({key: value.clone() for key, value in values.items() if _lies_in(value, files)})
@@ -693,6 +840,9 @@ class RoundPipeStrategy(ParallelStrategy):
         self._planner = None
         self._step_log = None
         self._base_seed = None
+        self._machines.leave()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -725,6 +875,8 @@ class RoundPipeStrategy(ParallelStrategy):
             if reason is None or reaches:
                 return self._step_in_parts(optimizer, closure, model, along=reason is None, reaches=reaches)
             self._tell_once(f"The optimizer steps after the backward pass, not along with it, because {reason}.")
+        if self._shares is not None:
+            return self._step_in_parts(optimizer, closure, model, along=False, reaches=False)
         before, step = _group_values(optimizer), optimizer.step
         stepped = False
 
@@ -748,6 +900,8 @@ class RoundPipeStrategy(ParallelStrategy):
         The next step takes a snapshot of the parameter groups, so that the optimizer must leave them alone; whether it
         does is seen in its first step.
         """
+        if self._shares is not None:
+            return "machines wait for each other's updates"
         if (reason := reason_against_parts(optimizer)) is not None:
             return reason
         if not self._steady.get(id(optimizer), True):
@@ -773,23 +927,28 @@ class RoundPipeStrategy(ParallelStrategy):
     def _step_in_parts(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any, *, along: bool, reaches: bool
     ) -> Any:
-        """Step along with the backward pass, or into the next step, or both.
+        """Step along with the backward pass, or into the next step, or both; or this machine's share alone.
 
         The precision plugin does all that it does around a step; `optimizer.step` runs the closure and updates nothing.
         """
         assert self._executor is not None
         before = _group_values(optimizer)
         trainer, plugin = self._module.trainer, self.precision_plugin
+        if self._shares is not None:
+            self._shares.assign(parameters_of(optimizer))
+        only = None if self._shares is None else self._shares.owns
         stepper: PartialStepper | None = None
         # Clipping by norm is all that stands in the way of updates: norms can be taken as gradients land.
-        measures = not along and bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+        measures = reaches and not along
+        measures = measures and bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
         measures = measures and reason_against_completion(self._module, plugin) is None
         if along or measures:
-            stepper = PartialStepper(optimizer)
+            stepper = PartialStepper(optimizer, only)
             self._update = UpdateRequest(
                 stepper,
-                1 / trainer.accumulate_grad_batches,
-                self._starts_anew(),
+                # With several machines, what has been averaged over them is complete.
+                1.0 if self.is_distributed else 1 / trainer.accumulate_grad_batches,
+                self.is_distributed or self._starts_anew(),
                 leaves_rest=reaches,
                 delays=reaches and self._executor.delays_updates,
                 measures=measures,
@@ -800,7 +959,7 @@ class RoundPipeStrategy(ParallelStrategy):
             nonlocal stepper
             result = None if closure is None else closure()
             # Now, because the loss scaler hangs on fused optimizers what they need, for the length of this call.
-            stepper = stepper or PartialStepper(optimizer)
+            stepper = stepper or PartialStepper(optimizer, only)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # What schedulers replace `step` to see.
             return result
 
@@ -811,6 +970,9 @@ class RoundPipeStrategy(ParallelStrategy):
             self._update = plugin.norm_clipper = None
             if hooks_between_steps(self._module):
                 self._weights_may_change()
+        if self._shares is not None:
+            assert stepper is not None  # There is no loss scaler.
+            self._exchange_updates(optimizer, stepper, self._shares, along=along)
         if not reaches:
             self._steady[id(optimizer)] = before == _group_values(optimizer)
         elif stepper is None:
@@ -822,12 +984,29 @@ class RoundPipeStrategy(ParallelStrategy):
             vars(self._module)["zero_grad"] = self._finish_and_zero_grad
         return result
 
+    def _exchange_updates(
+        self, optimizer: torch.optim.Optimizer, stepper: PartialStepper, shares: UpdateShares, *, along: bool
+    ) -> None:
+        """Update this machine's share, if that was not done along with the backward pass, and bring the others'."""
+        assert self._executor is not None
+        assert self._machines.gradient_group is not None
+        updated = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+        self._executor.store.await_uploads(updated)
+        if not along:
+            stepper.step(stepper.remaining())
+            stepper.finish()
+        shares.exchange(updated, self._machines.gradient_group)
+        self._executor.store.refresh_parameters(updated)
+
     def on_train_start(self) -> None:
-        """Hooks may have changed weights."""
+        """Hooks may have changed weights; and machines must have as many batches."""
         self._weights_may_change()
+        trainer = self._module.trainer
+        self._machines.check_alike({"number of training batches": trainer.num_training_batches})
 
     def on_validation_start(self) -> None:
         """Hooks may have changed weights (an average may have been swapped in)."""
+        self._share_buffers()
         self._weights_may_change()
 
     def on_validation_end(self) -> None:
@@ -836,11 +1015,19 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def on_test_start(self) -> None:
         """Hooks may have changed weights."""
+        self._share_buffers()
         self._weights_may_change()
 
     def on_predict_start(self) -> None:
         """Hooks may have changed weights."""
+        self._share_buffers()
         self._weights_may_change()
+
+    def _share_buffers(self) -> None:
+        """Give all machines the buffers of machine 0 (running statistics), as `DistributedDataParallel` does."""
+        reducer = self._executor.reducer if self._executor is not None else None
+        if reducer is not None and reducer.writes_buffers:
+            self._machines.spread(self._module.buffers())
 
     def _weights_may_change(self) -> None:
         if self._executor is not None:
@@ -919,7 +1106,7 @@ class RoundPipeStrategy(ParallelStrategy):
             return None
         total = torch.stack([loss.double().reshape(()) * share for loss, share in counted]).sum()
         dtype = torch.promote_types(counted[0][0].dtype, torch.float32)
-        loss = publish_gradients(total.to(dtype), result.gradients, scale, final=result.updated)
+        loss = publish_gradients(total.to(dtype), result.gradients, scale, final=result.final)
         if not isinstance(result.outputs[0], Mapping) and not any(isinstance(out, Mapping) for out in result.outputs):
             return loss
         outputs = merge(result.outputs, shares, [micro_batch.num_samples for micro_batch in micro_batches])
@@ -929,18 +1116,65 @@ class RoundPipeStrategy(ParallelStrategy):
         """Run a ``training_step`` that calls backward and optimizers itself: once, on the whole batch."""
         executor = self._current_executor()
         assert self._step_log is not None
+        self._share_buffers()
         with ExitStack() as stack:
             stack.enter_context(self.precision_plugin.train_step_context())
             stack.enter_context(self._step_log.capture(direct=True))
             self._enter_training(stack, executor)
             run = stack.enter_context(
-                executor.manual_run(self._seed("training", rest), add_gradients, self._step_log.recomputing)
+                executor.manual_run(self._seed("training", rest), self._add_gradients, self._step_log.recomputing)
             )
             stack.callback(setattr, self, "_manual_run", None)
             self._manual_run = run
             if run.device != _HOST:
                 batch = move_data_to_device(batch, run.device)
             return run.run(partial(self._module.training_step, batch, *rest, **kwargs))
+
+    def _add_gradients(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add gradients of a manual step to ``.grad``, averaged over the machines unless that is blocked."""
+        assert self._executor is not None
+        if self._executor.reducer is None:
+            add_gradients(gradients)
+            return
+        if self._sync_blocked:
+            self._unreduced |= {id(parameter) for parameter, _ in gradients}
+            add_gradients(gradients)
+            return
+        found = {id(parameter): gradient for parameter, gradient in gradients}
+
+        def take(parameter: Tensor) -> Tensor | None:
+            gradient, before = found.get(id(parameter)), parameter.grad
+            if id(parameter) not in self._unreduced or before is None:
+                return gradient
+            parameter.grad = None
+            return before if gradient is None else before + gradient
+
+        reduction = Reduction(self._executor.reducer, self._request(), take)
+        reduction.start()
+        reduction.finish(writes_buffers=self._manual_run is not None and self._manual_run.writes_buffers)
+        self._unreduced.clear()
+        add_gradients(reduction.collect())
+
+    def _batch_number(self) -> int:
+        return int(self._module.trainer.fit_loop.epoch_loop.total_batch_idx)
+
+    def _request(self, factor: float | None = None, *, adds_grad: bool = False) -> ReductionRequest:
+        is_last = self._module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        return ReductionRequest(self._batch_number(), is_last, factor, adds_grad)
+
+    def _reduction(self) -> ReductionRequest | None:
+        """How the gradients of a training step are averaged over the machines.
+
+        Where batches are accumulated that is done once, with the last batch, unless something sees each batch's own.
+        """
+        if not self.is_distributed:
+            return None
+        accumulated = self._module.trainer.accumulate_grad_batches
+        if needs_gradients_of_each_batch(self._module) or (accumulated == 1 and self._update is None):
+            return self._request()
+        if self._sync_blocked:
+            return None
+        return self._request(1 / accumulated, adds_grad=not self._starts_anew())
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` for every micro-batch and merge what it returns."""
@@ -969,6 +1203,8 @@ class RoundPipeStrategy(ParallelStrategy):
         assert planner is not None
         module, step_log = self._module, self._step_log
         trains = kind == "training"
+        if trains:
+            self._share_buffers()
         if trains and (schedule := planner.improve(one_part=executor.writes_buffers)) is not None:
             executor.adopt(kind, schedule)
         executor.times_calls = trains and planner.is_measuring
@@ -1013,6 +1249,7 @@ class RoundPipeStrategy(ParallelStrategy):
                 overwrites_grad=trains and self._grad_is_spent(),
                 on_glue=views.set_device,
                 update=self._update if trains else None,
+                reduction=self._reduction() if trains else None,
             )
         self._unwrap_zero_grad()
         views.carry_over()
@@ -1061,10 +1298,9 @@ class RoundPipeStrategy(ParallelStrategy):
     def _seed(self, kind: str, indices: Sequence[Any]) -> int:
         """A seed for the step, the same when training is resumed in the middle of an epoch."""
         assert self._base_seed is not None
-        trainer = self._module.trainer
-        batches = trainer.fit_loop.epoch_loop.total_batch_idx
         places = [] if kind == "training" else [int(index) for index in indices]
-        return counted_seed(self._base_seed, _STEP_KINDS.index(kind), batches, *places)
+        base_seed = counted_seed(self._base_seed, self.global_rank) if self.global_rank else self._base_seed
+        return counted_seed(base_seed, _STEP_KINDS.index(kind), self._batch_number(), *places)
 
 
 def _resolve_loss_weight(loss_weight: str | Callable[[Any], float]) -> LossWeight:

@@ -18,6 +18,8 @@ import pytest
 import torch
 from tqdm import tqdm
 
+from tests.helpers.machines import Machines
+
 # Virtual workers are threads already, and sums come out the same on every machine.
 torch.set_num_threads(1)
 # tqdm's monitor is a thread that outlives every progress bar; 0 says not to start it.
@@ -101,6 +103,14 @@ def leaves_nothing_behind() -> Iterator[None]:
 def seeded(leaves_nothing_behind: None) -> None:
     """Seeds torch's generators, so that a test does not depend on which tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def machines() -> Iterator[Machines]:
+    """Processes that stand for machines, for all tests that need some."""
+    started = Machines(3)
+    yield started
+    started.close()
 
 
 @pytest.fixture(autouse=True)

@@ -30,8 +30,9 @@ class SpeedMonitor(StepMonitor):
 
     Times are from the start of a step to its end, without what Lightning does in between. ``step_ms`` comes with
     ``update_ms`` (the optimizer's part, if it runs along) and ``update_exposed_ms`` (what the step had to wait for of
-    it). MFU, the share of the peak rate that a step's operations amount to (PaLM, arXiv 2204.02311, appendix B), needs
-    a ``flops_per_batch`` attribute of the module, as Lightning's ``ThroughputMonitor`` does, and a GPU that Lightning
+    it); on several machines, with ``reduce_ms`` and ``reduce_exposed_ms``, the same of the averaging of gradients. MFU,
+    the share of the peak rate that a step's operations amount to (PaLM, arXiv 2204.02311, appendix B), needs a
+    ``flops_per_batch`` attribute of the module, as Lightning's ``ThroughputMonitor`` does, and a GPU that Lightning
     knows the peak of.
 
     Args:
@@ -61,6 +62,8 @@ class SpeedMonitor(StepMonitor):
             "update_exposed_ms": 1e3 * stats.update_exposed_s,
             "samples_per_s": stats.num_samples / step_s,
         }
+        if trainer.world_size > 1:
+            values |= {"reduce_ms": 1e3 * stats.reduce_s, "reduce_exposed_ms": 1e3 * stats.reduce_exposed_s}
         if (tokens := self._tokens(batch)) is not None:
             values["tokens_per_s"] = tokens / step_s
         flops = getattr(pl_module, "flops_per_batch", None)

@@ -17,6 +17,7 @@ from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.plan.costs import CallCost
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import Plan
+from lightning_roundpipe.runtime.collectives import GradientReducer, Reduction, ReductionRequest
 from lightning_roundpipe.runtime.compiled import CompiledUnits
 from lightning_roundpipe.runtime.gpu_worker import GpuWorker
 from lightning_roundpipe.runtime.hardware import host_facts
@@ -84,14 +85,15 @@ class StepResult:
         outputs: the step function's output for each micro-batch, detached, in host memory.
         losses: the loss of each micro-batch (None where the output holds none); empty if the step only evaluated.
         gradients: parameters and their gradients, summed over the micro-batches.
-        updated: parameters that were updated already, with the complete gradients that were used.
+        final: parameters with what their ``.grad`` is to become as it is: they were updated with it already, or it
+            is complete.
         stats: what it took.
     """
 
     outputs: list[Any]
     losses: list[Tensor | None]
     gradients: list[tuple[Tensor, Tensor]]
-    updated: list[tuple[Tensor, Tensor]]
+    final: list[tuple[Tensor, Tensor]]
     stats: StepStats
 
 
@@ -120,6 +122,7 @@ class Executor:
         budget: of host memory, to be checked again when the inputs that are kept are known.
         compile_options: keyword arguments of `torch.compile` for units; None to run them eagerly.
         delays_updates: whether steps may lack the update before them (see [Note: Delayed updates]).
+        reducer: averages gradients over machines; None if there is one machine.
 
     Attributes:
         writes_buffers: whether forward passes of training were seen to change a buffer.
@@ -137,6 +140,7 @@ class Executor:
     budget: HostBudget | None = None
     compile_options: Mapping[str, Any] | None = None
     delays_updates: bool = False
+    reducer: GradientReducer | None = None
     poison_masters: bool = field(default=False, init=False)
     times_calls: bool = field(default=False, init=False)
 
@@ -256,6 +260,7 @@ class Executor:
         overwrites_grad: bool = False,
         on_glue: Callable[[int, torch.device], None] = lambda index, device: None,
         update: UpdateRequest | None = None,
+        reduction: ReductionRequest | None = None,
     ) -> StepResult:
         """Run one step and wait for its end.
 
@@ -269,6 +274,7 @@ class Executor:
             overwrites_grad: whether the parameters' ``.grad`` is of no use any more when the new gradients land.
             on_glue: called before each stretch of user code, with the micro-batch and the device on which it runs.
             update: the optimizer step to take meanwhile, parameter by parameter.
+            reduction: how to average gradients over machines meanwhile; None to leave them as they are.
 
         Raises:
             BaseException: the first error of any micro-batch, after all threads have ended, unchanged but for a note
@@ -284,8 +290,20 @@ class Executor:
         parameters = list(self.root.parameters())
         learned = self._orders.get(kind)
         probed = learned is None
-        uses = UseCounter(count) if update is not None else None
-        updater = Updater(update, self.store, before, self._needed()) if update is not None else None
+        uses = UseCounter(count) if update is not None or reduction is not None else None
+        take, on_complete = self.store.take_gradient, None
+        reducing: Reduction | None = None
+        if reduction is not None:
+            assert self.reducer is not None
+            reducing = Reduction(self.reducer, reduction, take)
+            take, on_complete = reducing.take, reducing.submit
+        updater: Updater | None = None
+        if update is not None:
+            updater = Updater(update, self.store, take, before, self._needed())
+            if reducing is None:
+                on_complete = updater.submit
+            else:
+                reducing.then = updater.submit
 
         def make_step(schedule: Schedule, order: tuple[int, ...]) -> Step:
             return Step(
@@ -319,10 +337,11 @@ class Executor:
             if self.poison_masters:
                 stack.enter_context(self.store.poisoned(parameters))
             self._prepare(overwrites_grad)
-            if updater is not None:
-                self.store.uses, self.store.on_complete = uses, updater.submit
-                stack.callback(updater.abandon)
-                updater.start()
+            self.store.uses, self.store.on_complete = uses, on_complete
+            for background in (updater, reducing):
+                if background is not None:
+                    stack.callback(background.abandon)
+                    background.start()
             if learned is None:
                 first = make_step(Schedule(Plan((), 0), len(self.workers), 1), ())
                 runs = [MicroBatchRun(first, 0, alone=True)]
@@ -346,10 +365,15 @@ class Executor:
                 self._relearn(kind, rest, trains)
             for worker in self.workers:
                 worker.end_step()
+            if reducing is not None:
+                reducing.finish(writes_buffers=self.writes_buffers)
             self.finish_updates()
             if updater is not None:
                 updater.finish()
-            gradients = self.store.collect()
+            gradients = self.store.collect() if reducing is None else reducing.collect()
+            final = updater.updated if updater is not None else []
+            if reducing is not None and reducing.completes:
+                gradients, final = [], [*final, *gradients]
             for worker in self.workers:
                 worker.synchronize()
         stats = StepStats(
@@ -361,6 +385,8 @@ class Executor:
             update_s=sum(part.update_s for part in (before, updater) if part is not None),
             update_exposed_s=(before.waited_s / len(self.workers) if before is not None else 0.0)
             + (updater.exposed_s if updater is not None else 0.0),
+            reduce_s=reducing.reduce_s if reducing is not None else 0.0,
+            reduce_exposed_s=reducing.exposed_s if reducing is not None else 0.0,
             spans=tuple(
                 TicketSpan(
                     worker.index,
@@ -381,7 +407,7 @@ class Executor:
             outputs=[run.output for run in runs],
             losses=[run.loss for run in runs] if trains else [],
             gradients=gradients,
-            updated=updater.updated if updater is not None else [],
+            final=final,
             stats=stats,
         )
 

@@ -151,6 +151,7 @@ def count_host_memory(
     largest_unit_bytes: int,
     gradient_copies: int,
     delays_updates: bool = False,
+    num_shares: int = 1,
 ) -> tuple[HostBudget, WeightPlacement]:
     """Count what training will need, and decide where weights can lie.
 
@@ -164,6 +165,7 @@ def count_host_memory(
         largest_unit_bytes: bytes of the largest unit, which is in memory twice for a moment when it is moved.
         gradient_copies: how many gradients of a parameter are in host memory at once.
         delays_updates: whether trainable weights have a copy that workers read.
+        num_shares: into how many shares optimizer state is divided, of which one is in this memory.
     """
     parameters = list(parameters)
     files = FileMappings()
@@ -178,7 +180,7 @@ def count_host_memory(
             new_bytes=_bytes(parameter for parameter in trained if parameter in files),
             pinned_bytes=_bytes(trained) * (pins and not delays_updates),
         ),
-        *(_training_needs(trained, optimizers, gradient_copies, pins=num_gpus > 0) if optimizers else ()),
+        *(_training_needs(trained, optimizers, gradient_copies, num_shares, pins=num_gpus > 0) if optimizers else ()),
         HostNeed(name="a unit's weights while they move", num_bytes=moves, new_bytes=moves),
     ]
 
@@ -229,11 +231,11 @@ def count_host_memory(
 
 
 def _training_needs(
-    trained: Sequence[Tensor], optimizers: Sequence[Any], gradient_copies: int, *, pins: bool
+    trained: Sequence[Tensor], optimizers: Sequence[Any], gradient_copies: int, num_shares: int, *, pins: bool
 ) -> Iterator[HostNeed]:
     weights = _bytes(trained)
     gradients = gradient_copies * weights
-    known, guessed = _state_bytes(optimizers)
+    known, guessed = (num_bytes // num_shares for num_bytes in _state_bytes(optimizers))
     there = _bytes(_state_tensors(optimizers))
     in_float32 = _bytes(p for p in trained if p.dtype is torch.float32) / max(1, weights)
     everything = weights + gradients + known + guessed

@@ -24,6 +24,10 @@ __all__ = ["LookupDict", "Resolver", "current_resolver", "installed", "resolving
 class Resolver(Protocol):
     """What a micro-batch offers to the modules that run in its thread."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the batch is this micro-batch alone."""
+
     def parameter(self, host: Tensor) -> Tensor:
         """The copy of the parameter ``host`` that running code must use."""
 

@@ -112,6 +112,11 @@ class MicroBatchRun:
         self._swapped: dict[int, tuple[LookupDict, dict[str, Any]]] | None = None
         self._observation = GlueObservation(step.parameters, self.parameter, alone=step.is_alone)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the batch is this micro-batch alone."""
+        return self._step.is_alone
+
     # ------------------------------------------------------------------ the thread
 
     def execute(self) -> None:

@@ -56,18 +56,21 @@ class PartialStepper:
 
     Args:
         optimizer: not changed but for its ``state``, and for what its own step changes in the parameter groups.
+        only: which parameters to step; None for all.
 
     Threading: no two methods may run concurrently.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, only: Callable[[Tensor], bool] | None = None) -> None:
         self._optimizer = optimizer
         self._class = type(optimizer)
         self._groups = [
             {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
             for group in optimizer.param_groups
         ]
-        self._group_of = {id(p): index for index, group in enumerate(self._groups) for p in group["params"]}
+        self._group_of = {
+            id(p): index for index, group in enumerate(self._groups) for p in group["params"] if only is None or only(p)
+        }
         self._stepped: set[int] = set()
         self._changes: dict[tuple[int, str], Any] = {}
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
@@ -84,7 +87,8 @@ class PartialStepper:
 
     def remaining(self) -> list[Tensor]:
         """Parameters that have not been stepped yet."""
-        return [p for group in self._groups for p in group["params"] if id(p) not in self._stepped]
+        members = [p for group in self._groups for p in group["params"]]
+        return [p for p in members if id(p) in self._group_of and id(p) not in self._stepped]
 
     def measure(self, parameters: Iterable[Tensor]) -> None:
         """Take the norms of gradients that are complete, for `clip`."""

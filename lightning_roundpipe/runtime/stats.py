@@ -53,6 +53,8 @@ class StepStats:
             speed.
         update_s: time spent on updates while the step ran, in seconds (0 where the optimizer steps afterwards).
         update_exposed_s: the part of it for which the step had to wait, in seconds.
+        reduce_s: time spent on averaging gradients over machines, waiting for the others included, in seconds.
+        reduce_exposed_s: the part of it for which the step had to wait, in seconds.
         spans: the tickets that ran.
         graph_bytes: for calls that ran with a graph, where memory was watched (on GPUs, while calls are timed), what it
             holds, in bytes.
@@ -69,6 +71,8 @@ class StepStats:
     graph_bytes: Mapping[int, int] = field(default_factory=dict, repr=False)
     update_s: float = 0.0
     update_exposed_s: float = 0.0
+    reduce_s: float = 0.0
+    reduce_exposed_s: float = 0.0
 
     @property
     def busy_s(self) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ there, the one that is needed first is updated first: what is left at the end of
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,8 @@ class Updater:
 
     Args:
         request: the step.
-        store: where gradients land; its compute copies are refreshed right behind the update, or right before.
+        store: its compute copies are refreshed right behind the update, or right before.
+        take: waits for the gradient of a parameter and takes it; None if there is none.
         after: a step that must end first.
         needed: when the next forward pass needs a parameter, by its id; what is missing is needed at once.
 
@@ -59,9 +60,15 @@ class Updater:
     """
 
     def __init__(
-        self, request: UpdateRequest, store: HostStore, after: PendingStep | None, needed: Mapping[int, int]
+        self,
+        request: UpdateRequest,
+        store: HostStore,
+        take: Callable[[Tensor], Tensor | None],
+        after: PendingStep | None,
+        needed: Mapping[int, int],
     ) -> None:
         self._after = after
+        self._take = take
         self._leaves_rest = request.leaves_rest
         self._delays = request.delays
         self._measures = request.measures
@@ -189,7 +196,7 @@ class Updater:
         """Give ``parameters`` their complete ``.grad``; those that have one."""
         changed = []
         for parameter in parameters:
-            gradient = self._store.take_gradient(parameter)
+            gradient = self._take(parameter)
             if gradient is not None and self._factor != 1.0:
                 gradient = gradient.mul_(self._factor) if gradient.layout is torch.strided else gradient * self._factor
             if not self._fresh and parameter.grad is not None:

@@ -31,7 +31,11 @@ NOT_RUN = {
     # Shell, by the beginning of the command.
     "pip install": "needs an index; the Makefile's `venv`, on which CI runs, installs the package and its extras",
     "lightning-roundpipe doctor --output": "needs a GPU; tests/gpu/test_doctor.py runs it",
+    "torchrun": "for two machines; tests/strategy/test_machines.py has some on one host",
+    "srun": "for two machines under SLURM",
+    "MASTER_ADDR=": "for two machines",
     # Python, by the first line.
+    "trainer = L.Trainer(num_nodes=2": "for two machines",
     'trainer = L.Trainer(strategy="ddp"': "the other side of a comparison, for several processes",
     "from lightning.pytorch.strategies import FSDPStrategy": "the other side of a comparison, for GPUs",
     "from lightning.pytorch.strategies import DeepSpeedStrategy": "the other side of a comparison, needs deepspeed",

@@ -145,6 +145,13 @@ def test_copies_of_converted_weights_and_several_gradients() -> None:
     assert budget.new_bytes == (2 + 3 * 2) * MIB
 
 
+def test_one_share_of_the_optimizer_state_is_counted() -> None:
+    trained = [weights(6)]
+    whole, _ = count(trained, torch.optim.AdamW(trained))
+    share, _ = count(trained, torch.optim.AdamW(trained), num_shares=3)
+    assert whole.new_bytes - share.new_bytes == 8 * MIB
+
+
 def test_delayed_copies_are_counted() -> None:
     parameters = [weights(4), weights(2, requires_grad=False)]
     optimizer = torch.optim.SGD(parameters[:1], lr=0.1)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_only
 
 import lightning_roundpipe
 from lightning_roundpipe import RoundPipeStrategy
@@ -108,6 +110,9 @@ def test_registered_once() -> None:
         ({"replica_groups": "many"}, "replica_groups"),
         ({"plan": "plan.json", "replica_groups": 2}, "replica_groups"),
         ({"units": []}, "units"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": "soon"}, "timeout"),
+        ({"gradient_wire_dtype": "int8"}, "gradient_wire_dtype"),
     ],
     ids=str,
 )
@@ -116,10 +121,47 @@ def test_wrong_values_are_refused_at_construction(arguments: dict[str, Any], mat
         RoundPipeStrategy(**arguments)
 
 
-def test_several_nodes_are_refused() -> None:
-    with pytest.raises(Exception, match="num_nodes"):
-        trainer = trainer_for(RoundPipeStrategy(num_microbatches=2), 2, num_nodes=2)
-        trainer.fit(BoringModel())
+def test_several_machines_need_a_launcher() -> None:
+    with pytest.raises(MisconfigurationException, match="torchrun --nnodes 2 .* not set: MASTER_ADDR, MASTER_PORT"):
+        trainer_for(RoundPipeStrategy(num_microbatches=2), 2, num_nodes=2)
+
+
+LAUNCHERS = {
+    "torchrun": {
+        "TORCHELASTIC_RUN_ID": "none",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "2",
+        "RANK": "2",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "1",
+    },
+    "srun": {
+        "SLURM_NTASKS": "3",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "2",
+        "SLURM_JOB_NAME": "train",
+    },
+    "by hand": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NODE_RANK": "2"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LAUNCHERS[launcher].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    trainer = trainer_for(RoundPipeStrategy(num_microbatches=2), 2, num_nodes=3)
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (3, 2, 0, 2)
+    assert trainer.num_devices == 2
+    assert not trainer.is_global_zero
+    assert rank_zero_only.rank == 2
+    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": 2}
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    if launcher != "by hand":
+        with pytest.raises(MisconfigurationException, match=r"3 processes.*`num_nodes=2`"):
+            trainer_for(RoundPipeStrategy(num_microbatches=2), 2, num_nodes=2)
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
