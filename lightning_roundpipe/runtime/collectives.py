@@ -110,7 +110,7 @@ class GradientReducer:
     writes_buffers: bool = field(default=False, init=False)
     _buckets: list[list[int]] = field(default_factory=list, init=False)
     _agreed: bool = field(default=False, init=False)
-    _rooms: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False)
+    _rooms: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict, init=False)
 
     def close(self) -> None:
         """Let go of the process group; the connections close with the last reference to it."""
@@ -223,39 +223,46 @@ class GradientReducer:
         own_dtype = values[0].dtype
         wire_dtype = self.wire_dtype if self.wire_dtype and own_dtype in (torch.float32, *_HALF) else own_dtype
         # What needs no conversion, and no company, is averaged where it is.
-        flat = values[0] if len(values) == 1 and wire_dtype == own_dtype else self._room(values, wire_dtype)
+        flat = values[0] if len(values) == 1 and wire_dtype == own_dtype else self._together(values, wire_dtype)
         averaged = self._average_flat(flat)
         if averaged is not values[0]:
             for part, average in zip(values, averaged.split([part.numel() for part in values]), strict=True):
                 part.copy_(average)
 
-    def _room(self, values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """A copy of ``values``, always in the same memory: new pages would cost as much as the copy."""
+    def _together(self, values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """A copy of ``values`` in one piece."""
         counts = [part.numel() for part in values]
-        room = self._rooms.get(dtype)
-        if room is None or room.numel() < sum(counts):
-            room = self._rooms[dtype] = torch.empty(sum(counts), dtype=dtype)
-        flat = room[: sum(counts)]
+        flat = self._room("flat", sum(counts), dtype)
         for part, place in zip(values, flat.split(counts), strict=True):
             place.copy_(part)
         return flat
+
+    def _room(self, purpose: str, count: int, dtype: torch.dtype) -> Tensor:
+        """Memory that every bucket uses again: new pages would cost as much as a copy."""
+        room = self._rooms.get((purpose, dtype))
+        if room is None or room.numel() < count:
+            room = self._rooms[purpose, dtype] = torch.empty(count, dtype=dtype)
+        return room[:count]
 
     def _average_flat(self, flat: Tensor) -> Tensor:
         """Average values, in place except in half precision: then each machine sums one part of them, in float32."""
         if flat.dtype not in _HALF:
             dist.all_reduce(flat, group=self.group)
             return flat.div_(self.num_machines)
-        if flat.numel() == 0:
-            return flat
         count = -(-flat.numel() // self.num_machines)
-        sent = torch.zeros(self.num_machines, count, dtype=flat.dtype)
-        sent.view(-1)[: flat.numel()] = flat
-        received = torch.empty_like(sent)
+        if count == 0:
+            return flat
+        sent, received = (self._room(name, count * self.num_machines, flat.dtype) for name in ("sent", "received"))
+        sent[: flat.numel()] = flat
+        sent[flat.numel() :] = 0
         dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=self.group)
-        part = received.float().mean(0).to(flat.dtype)
-        parts = list(sent.view(torch.uint8))
-        dist.all_gather(parts, part.view(torch.uint8), group=self.group)
-        return sent.view(-1)[: flat.numel()]
+        mine, *others = received.split(count)
+        total = mine.float()
+        for other in others:
+            total += other
+        part = total.div_(self.num_machines).to(flat.dtype)
+        dist.all_gather(list(sent.view(torch.uint8).chunk(self.num_machines)), part.view(torch.uint8), group=self.group)
+        return sent[: flat.numel()]
 
     def agree(self, completed: Sequence[int], *, writes_buffers: bool) -> None:
         """Take over machine 0's order, if that is not done yet.

@@ -129,7 +129,7 @@ class _SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        time.sleep(0.05)
+        time.sleep(0.02)
         return gradient
 
 
