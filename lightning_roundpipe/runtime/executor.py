@@ -275,9 +275,10 @@ class Executor:
                 that names unit, stage, micro-batch and worker; or `KeyboardInterrupt` of the calling thread.
         """
         start = time.perf_counter()
+        before = self.store.pending
         if self._stale or not trains or self.poison_masters:
             self.finish_updates()
-        before = self.store.pending
+        exposed_s = time.perf_counter() - start
         count = len(num_samples)
         state = ThreadState.capture()
         abort = Abort()
@@ -346,9 +347,11 @@ class Executor:
                 self._relearn(kind, rest, trains)
             for worker in self.workers:
                 worker.end_step()
+            ended = time.perf_counter()
             self.finish_updates()
             if updater is not None:
                 updater.finish()
+            exposed_s += time.perf_counter() - ended
             gradients = self.store.collect()
             for worker in self.workers:
                 worker.synchronize()
@@ -359,8 +362,7 @@ class Executor:
             stop_s=time.perf_counter(),
             probed=probed,
             update_s=sum(part.update_s for part in (before, updater) if part is not None),
-            update_exposed_s=(before.waited_s / len(self.workers) if before is not None else 0.0)
-            + (updater.exposed_s if updater is not None else 0.0),
+            update_exposed_s=exposed_s + (before.waited_s / len(self.workers) if before is not None else 0.0),
             spans=tuple(
                 TicketSpan(
                     worker.index,
