@@ -281,9 +281,10 @@ class Executor:
                 that names unit, stage, micro-batch and worker; or `KeyboardInterrupt` of the calling thread.
         """
         start = time.perf_counter()
+        before = self.store.pending
         if self._stale or not trains or self.poison_masters:
             self.finish_updates()
-        before = self.store.pending
+        exposed_s = time.perf_counter() - start
         count = len(num_samples)
         state = ThreadState.capture()
         abort = Abort()
@@ -367,9 +368,11 @@ class Executor:
                 worker.end_step()
             if reducing is not None:
                 reducing.finish(writes_buffers=self.writes_buffers)
+            ended = time.perf_counter()
             self.finish_updates()
             if updater is not None:
                 updater.finish()
+            exposed_s += time.perf_counter() - ended
             gradients = self.store.collect() if reducing is None else reducing.collect()
             final = updater.updated if updater is not None else []
             if reducing is not None and reducing.completes:
@@ -383,8 +386,7 @@ class Executor:
             stop_s=time.perf_counter(),
             probed=probed,
             update_s=sum(part.update_s for part in (before, updater) if part is not None),
-            update_exposed_s=(before.waited_s / len(self.workers) if before is not None else 0.0)
-            + (updater.exposed_s if updater is not None else 0.0),
+            update_exposed_s=exposed_s + (before.waited_s / len(self.workers) if before is not None else 0.0),
             reduce_s=reducing.reduce_s if reducing is not None else 0.0,
             reduce_exposed_s=reducing.exposed_s if reducing is not None else 0.0,
             spans=tuple(

@@ -51,7 +51,8 @@ class StepStats:
         stop_s: its end.
         probed: whether the first micro-batch ran alone, to learn the order of calls; such a step says little about
             speed.
-        update_s: time spent on updates while the step ran, in seconds (0 where the optimizer steps afterwards).
+        update_s: time spent on updates while the step ran, in seconds: its own, and what was left of the one before (0
+            where the optimizer steps afterwards).
         update_exposed_s: the part of it for which the step had to wait, in seconds.
         reduce_s: time spent on averaging gradients over machines, waiting for the others included, in seconds.
         reduce_exposed_s: the part of it for which the step had to wait, in seconds.

@@ -56,7 +56,6 @@ class Updater:
     Attributes:
         updated: parameters that were updated, or are left to be, with their complete gradients.
         update_s: time spent on updates, in seconds.
-        exposed_s: part of it for which the step had to wait, in seconds.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class Updater:
         self._fresh = request.fresh
         self._store = store
         self.update_s = 0.0
-        self.exposed_s = 0.0
         self._needed = needed
         self._submitted: set[int] = set()
         self._waiting: list[Tensor] = []
@@ -112,7 +110,6 @@ class Updater:
         Raises:
             BaseException: what the optimizer raised.
         """
-        start = time.perf_counter()
         self._leaving = self._leaves_rest and not self._measures
         self._close()
         self._thread.join()
@@ -126,7 +123,6 @@ class Updater:
         else:
             self._update(rest)
             self._stepper.finish()
-        self.exposed_s = time.perf_counter() - start
 
     def abandon(self) -> None:
         """End the thread after an error elsewhere; updates that it has begun are completed."""

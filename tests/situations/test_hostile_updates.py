@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipePrecision, RoundPipeStrategy
 from lightning_roundpipe.runtime import pending, updater
+from lightning_roundpipe.runtime.gpu_worker import GpuWorker
 from lightning_roundpipe.runtime.host_store import HostStore
 from lightning_roundpipe.runtime.partial_step import PartialStepper
 from lightning_roundpipe.runtime.testing import executor_of
@@ -20,8 +21,9 @@ from lightning_roundpipe.runtime.worker import Worker
 from tests.helpers.delays import delays
 from tests.helpers.equivalence import BatchDealer, trainer_for
 from tests.helpers.late import Late
+from tests.helpers.shim import gpu_workers_on_the_host
 
-RUNS = int(os.environ.get("ROUNDPIPE_STRESS_RUNS", "24"))
+RUNS = int(os.environ.get("ROUNDPIPE_STRESS_RUNS", "28"))
 
 DELAYED: list[tuple[type, str]] = [
     (HostStore, "land"),
@@ -34,6 +36,8 @@ DELAYED: list[tuple[type, str]] = [
     (PartialStepper, "measure"),
     (Worker, "upload_weight"),
     (Worker, "enter"),
+    (GpuWorker, "_load"),
+    (GpuWorker, "land"),
     (nn.Linear, "forward"),
 ]
 
@@ -84,15 +88,17 @@ KINDS: list[dict[str, Any]] = [
     {"overlap": "exact", "gradient_clip_val": 0.05},
     {"overlap": "stale", "gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
     {"overlap": "exact", "accumulate_grad_batches": 2},
-    {"overlap": "exact", "half": True},
+    {"overlap": "exact", "precision": "16-mixed"},
+    {"overlap": "stale", "precision": "bf16-mixed"},
 ]
 
 
-def fit(module: Small, overlap: str, devices: int, *, half: bool = False, **flags: Any) -> tuple[Small, dict[str, Any]]:
+def fit(
+    module: Small, overlap: str, devices: int, *, precision: str = "32-true", **flags: Any
+) -> tuple[Small, dict[str, Any]]:
     strategy = RoundPipeStrategy(num_microbatches=3, optimizer_overlap=overlap)
-    if half:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-        flags["plugins"] = [RoundPipePrecision("16-mixed", scaler=scaler)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) if precision == "16-mixed" else None
+    flags["plugins"] = [RoundPipePrecision(precision, half_weights=precision == "bf16-mixed", scaler=scaler)]
     generator = torch.Generator().manual_seed(1)
     trainer = trainer_for(strategy, devices, **flags)
     trainer.fit(module, BatchDealer([torch.randn(6, 4, generator=generator) for _ in range(7)]))
@@ -104,14 +110,17 @@ def fit(module: Small, overlap: str, devices: int, *, half: bool = False, **flag
 
 
 @pytest.mark.timeout(60 + RUNS)
-def test_updates_under_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", ["of the host", "of GPUs"])
+def test_updates_under_delays(workers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in (pending, updater):
         monkeypatch.setattr(part, "_BATCH_ELEMENTS", 1)  # Each parameter by itself: more orders of events.
     references = []
     for kind in KINDS:
         reference = LateSmall() if kind["overlap"] == "stale" else Small()
         references.append(fit(reference, **{**kind, "overlap": "off"}, devices=1)[1])
-    for seed in range(RUNS):
+    if workers == "of GPUs":
+        gpu_workers_on_the_host(monkeypatch, budget_bytes=200)  # Some weights stay, others come and go.
+    for seed in range(RUNS // 2):
         kind, expected = KINDS[seed % len(KINDS)], references[seed % len(KINDS)]
         with delays(seed, DELAYED, most_s=3e-3, probability=0.05):
             module, found = fit(Small(), devices=1 + seed % 4, **kind)

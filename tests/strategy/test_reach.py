@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
@@ -325,3 +326,90 @@ def test_norms_of_several_dtypes_are_taken_afterwards(monkeypatch: pytest.Monkey
     assert len(clips) == 2 * 16
     assert any(found.overlapped)
     assert_same_bits(off, found)
+
+
+class Hooked(Stack):
+    """Counts steps by a hook of the optimizer, or of all optimizers."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.counts: list[int] = []
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), schedulers = super().configure_optimizers()
+        register: Any = {
+            "before": optimizer.register_step_pre_hook,
+            "after": optimizer.register_step_post_hook,
+            "after all": register_optimizer_step_post_hook,
+        }[self.where]
+        self.handle = register(self.note)
+        return [optimizer], schedulers
+
+    def note(self, stepped: torch.optim.Optimizer, *args: Any) -> None:
+        assert stepped is self.trainer.optimizers[0]
+        self.counts.append(sum(len(group["params"]) for group in stepped.param_groups))
+
+    def on_fit_end(self) -> None:
+        self.handle.remove()
+
+
+@pytest.mark.parametrize("where", ["before", "after", "after all"])
+def test_hooks_of_optimizers_run_once_for_a_step(where: str) -> None:
+    for overlap in ("off", "exact"):
+        found = fit(overlap, module=Hooked(where))
+        assert found.counts == [12] * 16  # type: ignore[attr-defined]
+
+
+def test_optimizer_step_of_the_module() -> None:
+    """A warm-up, as Lightning's documentation writes it, and arguments for the optimizer."""
+
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+            loss = super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.mul_(scale)
+            return loss
+
+    class Warm(Stack):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            if self.trainer.global_step == 4:
+                optimizer.step(closure=optimizer_closure, scale=0.5)
+            else:
+                optimizer.step(closure=optimizer_closure)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * min(1.0, (self.trainer.global_step + 1) / 6)
+
+    assert_same_bits(fit("off", module=Warm(Counts)), fit("exact", module=Warm(Counts)))
+
+
+class Patched(Stack):
+    """Counts steps in a function that stands in the place of the optimizer's ``step``."""
+
+    calls = 0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        step = optimizer.step
+
+        def counted(*args: Any, **options: Any) -> Any:
+            self.calls += 1
+            return step(*args, **options)
+
+        optimizer.step = counted  # type: ignore[method-assign]
+        return optimizer
+
+
+@pytest.mark.parametrize("overlap", ["off", "exact"])
+def test_a_step_that_was_replaced_is_called(overlap: str) -> None:
+    assert fit(overlap, module=Patched()).calls == 16  # type: ignore[attr-defined]
+
+
+def test_schedulers_count_every_step() -> None:
+    rates = []
+    for overlap in ("off", "exact", "stale"):
+        module = fit(overlap, accumulate_grad_batches=2)
+        scheduler: Any = module.trainer.lr_scheduler_configs[0].scheduler
+        rates.append((scheduler.last_epoch, scheduler._step_count, scheduler.get_last_lr()))
+    assert rates[0] == rates[1] == rates[2]
