@@ -32,6 +32,7 @@ from tests.helpers.equivalence import (
     train,
     trainer_for,
 )
+from tests.helpers.memory import own_memory
 from tests.helpers.models import (
     HIDDEN,
     VOCABULARY,
@@ -282,12 +283,6 @@ class Big(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([self.scale], lr=0.1)
-
-
-def own_memory() -> int:
-    """Bytes of this process in memory that are not pages of files."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(1024 * int(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:"))
 
 
 @pytest.mark.parametrize("kind", ["mmap", "pageable"])
