@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.checkpoint_io import load_sharded
 from lightning_roundpipe.exceptions import WeightFileError
-from lightning_roundpipe.hf_layout import is_transformers_model, plan_save
+from lightning_roundpipe.hf_layout import is_transformers_model, plan_load, plan_save
 from lightning_roundpipe.loading import load_pretrained
-from lightning_roundpipe.runtime.weight_files import write_weights
+from lightning_roundpipe.runtime.weight_files import TensorSpec, WeightFiles, write_weights
 
-__all__ = ["export_checkpoint", "export_pretrained", "parse_bytes", "weights_of"]
+__all__ = ["convert_for_mapping", "export_checkpoint", "export_pretrained", "parse_bytes", "weights_of"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -74,6 +74,64 @@ def export_pretrained(
     write_weights(path, specs, tensors, limit)
     if is_transformers_model(module):
         _save_config(module, path, dtype)
+
+
+def convert_for_mapping(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    rename: Callable[[str], str | None] | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a checkpoint anew as the module wants it, once, so that `load_pretrained` can map all of it.
+
+    Weights can not be mapped where files have them in another dtype, or in another layout: the experts of a mixture,
+    which transformers keeps in one tensor for each layer, and files one by one. This takes host memory for one layer,
+    and a disk for the weights again.
+
+    Args:
+        module: the module that the checkpoint is of, in the dtype that is wanted; it may be on the meta device, and is
+            not changed.
+        path: see `load_pretrained`.
+        folder: where to write; it is made. Configuration and tokenizer files are taken along.
+        rename: see `load_pretrained`.
+        max_shard_size: size of a file.
+
+    Raises:
+        WeightFileError: files are missing or damaged; or keys are missing or unexpected.
+        ValueError: ``max_shard_size`` is no size.
+    """
+    limit = parse_bytes(max_shard_size)
+    files = WeightFiles(path)
+    state = module.state_dict(keep_vars=True)
+    plan = plan_load(module, files, state, rename)
+    there = {id(state[name]) for name in plan.plain}
+    converted = [] if not plan.converted else [name for name in state if id(state[name]) not in there]
+    missing = [] if converted else [n for n, t in state.items() if id(t) not in there and not plan.optional(n)]
+    if missing or plan.unexpected:
+        raise WeightFileError(
+            f"The weights in {files.path} are not those of this {type(module).__name__}: missing"
+            f" {', '.join(missing[:5]) or 'nothing'}, unexpected {', '.join(plan.unexpected[:5]) or 'nothing'}."
+        )
+    wanted = {name: TensorSpec(state[name].dtype, state[name].shape) for name in (*plan.plain, *converted)}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, stored in sorted(plan.plain.items(), key=lambda item: (item[1].file.path, item[1].start)):
+            yield name, stored.map()
+        for convert, _ in plan.converted:
+            made = convert()
+            for name in list(made):
+                yield name, made.pop(name)
+
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        write_weights(target, wanted, tensors(), limit)
+    except ValueError as error:
+        raise WeightFileError(f"The weights in {files.path} do not fit the module: {error}") from error
+    source = Path(path)
+    _take_along(source if source.is_dir() else source.parent, target)
 
 
 def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -607,8 +608,10 @@ class RoundPipeStrategy(ParallelStrategy):
         state = super().lightning_module_state_dict()
         if self._save_frozen_weights:
             return state
-        as_built = self._frozen_as_built()
-        return {name: value for name, value in state.items() if name not in as_built}
+        state = copy(state)  # With its metadata.
+        for name in self._frozen_as_built() & state.keys():
+            del state[name]
+        return state
 
     def _frozen_as_built(self) -> set[str]:
         """Names of parameters that have neither been trained nor got other values from a checkpoint."""
@@ -628,7 +631,8 @@ class RoundPipeStrategy(ParallelStrategy):
         # Not written, what is the same stays in the file in which it lies.
         named = dict(module.named_parameters(remove_duplicate=False))
         same = {name: parameter for name, parameter in named.items() if _is_frozen_as(parameter, state.get(name))}
-        state = {**state, **same}
+        state = copy(state)
+        state.update(same)
         left_out = set(checkpoint.get(_CHECKPOINT_KEY, {}).get("left_out", ()))
         keys = module.load_state_dict(state, strict=strict and not left_out)
         if strict and left_out and keys is not None:

@@ -1,6 +1,8 @@
 """The benchmarks' arithmetic; what they measure needs a GPU."""
 
 import importlib
+import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,3 +56,19 @@ def test_weights_are_cheap_but_not_equal(monkeypatch):
     logits = model(torch.arange(8)[None]).logits
     assert logits.isfinite().all()
     assert model.lm_head.weight is rows
+
+
+def test_a_mixture_trains_from_files(monkeypatch, tmp_path, capsys):
+    """What virtual workers read where it lies is not uploaded."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    program = importlib.import_module("mapped").main
+    arguments = ["--folder", str(tmp_path / "experts"), "--shape", "tiny", "--layers", "2", "--batch", "2"]
+    arguments += ["--sequence", "8", "--micro-batches", "1", "--steps", "2", "--cold", "--host-weights"]
+    steps = {}
+    for kind in ("mmap", "pageable"):
+        with warnings.catch_warnings():
+            program([*arguments, kind])
+        steps[kind] = json.loads(capsys.readouterr().out.splitlines()[-1])["steps"]
+    assert all(len(told) == 2 for told in steps.values())
+    for mapped, pageable in zip(steps["mmap"], steps["pageable"], strict=True):
+        assert 0 < mapped["uploaded_bytes"] < pageable["uploaded_bytes"]

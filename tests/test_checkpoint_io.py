@@ -1,19 +1,18 @@
 """Checkpoints: written whole or not at all, at once or while training goes on; resumed from to the bit."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.checkpoint_io import FileCheckpointIO, ShardedCheckpointIO, is_sharded, load_sharded
 from tests.helpers.equivalence import BatchDealer, trainer_for
+from tests.helpers.memory import own_memory, peak_memory
 from tests.helpers.models import Residual, residual_batches, seeded
 
 
@@ -136,43 +135,21 @@ def test_other_places_are_left_to_lightning() -> None:
     assert torch.equal(plugin.load_checkpoint("memory://one.ckpt")["state_dict"]["w"], torch.ones(2))
 
 
-MEASURE = """
-import resource, torch
-from pathlib import Path
-from torch import nn
-from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning_roundpipe.checkpoint_io import FileCheckpointIO, ShardedCheckpointIO
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-def own():
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(1024 * int(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:"))
-
-layers = nn.ModuleList(nn.Linear(1024, 2048, bias=False) for _ in range(16))
-FileCheckpointIO().save_checkpoint({"state_dict": nn.Linear(2, 2).state_dict()}, "warm.ckpt")
-ShardedCheckpointIO().save_checkpoint({"state_dict": nn.Linear(2, 2).state_dict()}, "warm.sharded")
-for name, plugin in (("file", FileCheckpointIO()), ("sharded", ShardedCheckpointIO()), ("theirs", TorchCheckpointIO())):
-    before = peak()
-    plugin.save_checkpoint({"state_dict": layers.state_dict()}, f"./{name}.ckpt")
-    print(peak() - before)
-before = own()
-loaded = FileCheckpointIO().load_checkpoint("file.ckpt")
-print(own() - before)
-assert all(torch.equal(tensor, loaded["state_dict"][name]) for name, tensor in layers.state_dict().items())
-"""
-
-
-def test_saving_takes_less_than_a_layer() -> None:
-    """Sixteen layers of 8 MiB, in a process of its own; Lightning's plugin takes as much again as there is."""
-    root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root}
-    args = [sys.executable, "-c", MEASURE]
-    out = subprocess.run(args, capture_output=True, text=True, check=True, timeout=60, env=environment)
-    file, sharded, theirs, loaded = map(int, out.stdout.split())
+def test_saving_and_loading_take_less_than_a_layer() -> None:
+    """Sixteen layers of 8 MiB; Lightning's plugin takes as much again as there is."""
+    layers = nn.ModuleList(nn.Linear(1024, 2048, bias=False) for _ in range(16))
     layer = 8 * 2**20
-    assert file < layer
-    assert sharded < 4 * layer  # four files at once
-    assert theirs > 15 * layer
-    assert loaded < layer
+
+    def growth(plugin: TorchCheckpointIO, path: str) -> int:
+        plugin.save_checkpoint({"state_dict": nn.Linear(2, 2).state_dict()}, path)  # imports
+        with peak_memory() as grown:
+            plugin.save_checkpoint({"state_dict": layers.state_dict()}, path)
+            return grown()
+
+    assert growth(FileCheckpointIO(), "./one.ckpt") < layer
+    assert growth(ShardedCheckpointIO(num_threads=2), "./several.ckpt") < 2 * layer  # two files at once
+    assert growth(TorchCheckpointIO(), "./theirs.ckpt") > 12 * layer
+    before = own_memory()
+    loaded = FileCheckpointIO().load_checkpoint("one.ckpt")
+    assert own_memory() - before < layer
+    assert all(torch.equal(tensor, loaded["state_dict"][name]) for name, tensor in layers.state_dict().items())

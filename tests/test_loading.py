@@ -14,7 +14,9 @@ from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.exceptions import WeightFileError
+from lightning_roundpipe.export import convert_for_mapping
 from lightning_roundpipe.loading import empty_parameters, load_pretrained
+from lightning_roundpipe.runtime.mapped import FileMappings
 from tests.helpers.equivalence import BatchDealer, assert_results_close, train, trainer_for
 from tests.helpers.models import token_batches
 
@@ -300,3 +302,47 @@ def test_one_copy_in_memory(tmp_path: Path, dtype: str, mmap: bool) -> None:
     # Mapped weights are not read at all yet.
     limit = 0.1 * int(weight_bytes) if mmap else 1.1 * int(weight_bytes) + 64 * 2**20 * (dtype == "bfloat16")
     assert int(peak_bytes) <= limit
+
+
+# ------------------------------------------------------------------------------------------------ all of it is mapped
+
+
+def test_experts_can_be_mapped_once_they_are_converted(tmp_path: Path) -> None:
+    model = saved(tmp_path / "theirs", "qwen3_moe")
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    plain, mapped = built("qwen3_moe"), built("qwen3_moe", meta)
+    load_pretrained(plain, tmp_path / "theirs", progress=False)
+    convert_for_mapping(mapped, tmp_path / "theirs", tmp_path / "ours", max_shard_size="30KB")
+    assert all(parameter.is_meta for parameter in mapped.parameters())
+    mapped = built("qwen3_moe")
+    load_pretrained(mapped, tmp_path / "ours", progress=False)
+    assert_same_model(model, mapped)
+    files = FileMappings()
+    assert all(parameter in files for parameter in mapped.parameters())
+    assert not all(parameter in files for parameter in plain.parameters())
+    assert (tmp_path / "ours" / "config.json").exists() and (tmp_path / "ours" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3"])
+def test_conversion_gives_the_dtype_of_the_module(tmp_path: Path, name: str) -> None:
+    model = saved(tmp_path / "theirs", name)
+    convert_for_mapping(built(name, meta).bfloat16(), tmp_path / "theirs", tmp_path / "ours")
+    half = built(name).bfloat16()
+    load_pretrained(half, tmp_path / "ours", progress=False)
+    files = FileMappings()
+    for key, parameter in half.named_parameters():
+        assert parameter in files and torch.equal(parameter, model.get_parameter(key).bfloat16())
+
+
+def test_conversion_names_what_does_not_fit(tmp_path: Path) -> None:
+    saved(tmp_path / "theirs")
+    edit_index(tmp_path / "theirs", lambda names: names.pop("model.norm.weight"))
+    with pytest.raises(WeightFileError, match=r"missing model\.norm\.weight"):
+        convert_for_mapping(built(), tmp_path / "theirs", tmp_path / "ours")
+    saved(tmp_path / "experts", "qwen3_moe")
+    edit_index(
+        tmp_path / "experts",
+        lambda names: [names.pop(key) for key in list(names) if "layers.1.mlp.experts" in key],
+    )
+    with pytest.raises(WeightFileError, match="was announced, but did not come"):
+        convert_for_mapping(built("qwen3_moe"), tmp_path / "experts", tmp_path / "ours")

@@ -1,5 +1,8 @@
-"""Counts what operations allocate."""
+"""Counts what operations allocate, and what this process takes."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -7,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["PeakBytes"]
+__all__ = ["PeakBytes", "own_memory", "peak_memory"]
 
 
 class PeakBytes(TorchDispatchMode):
@@ -25,3 +28,22 @@ class PeakBytes(TorchDispatchMode):
                 self._known[leaf.untyped_storage()] = leaf.untyped_storage().nbytes()
         self.peak = max(self.peak, sum(self._known.values()))
         return result
+
+
+def _status() -> dict[str, int]:
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {words[0]: 1024 * int(words[1]) for words in lines if words[-1] == "kB"}
+
+
+def own_memory() -> int:
+    """Bytes of this process in memory that are not pages of files."""
+    status = _status()
+    return status["RssAnon:"] + status["RssShmem:"]
+
+
+@contextmanager
+def peak_memory() -> Iterator[Callable[[], int]]:
+    """Gives a function that tells by how many bytes this process has grown inside, at most."""
+    Path("/proc/self/clear_refs").write_text("5")  # Starts the peak anew.
+    before = _status()["VmRSS:"]
+    yield lambda: _status()["VmHWM:"] - before

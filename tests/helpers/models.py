@@ -9,6 +9,7 @@ Letters in shapes: B rows, S positions, H hidden size.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
@@ -17,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_roundpipe.export import export_pretrained
+from lightning_roundpipe.loading import empty_parameters, load_pretrained
 
 __all__ = [
     "CASES",
@@ -29,6 +33,7 @@ __all__ = [
     "LanguageModel",
     "Residual",
     "StepModule",
+    "llama_from_files",
     "llama_lora",
     "masked_batches",
     "residual_batches",
@@ -279,6 +284,27 @@ def llama_lora() -> L.LightningModule:
 
 
 case("llama_lora", token_batches)(llama_lora)
+
+
+def llama_from_files(folder: Path, *, tied: bool) -> LanguageModel:
+    """A Llama whose weights are mapped from ``folder``, where they are put if it is empty, with LoRA."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=tied,
+        use_cache=False, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    if not (folder / "config.json").exists():
+        export_pretrained(LlamaForCausalLM(config), folder)
+    with empty_parameters():
+        model = LlamaForCausalLM(config)
+    load_pretrained(model, folder, progress=False)
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return LanguageModel(get_peft_model(model, lora))
 
 
 @case("mlp", lambda: vector_batches(16))

@@ -69,6 +69,7 @@ def test_what_is_left_out_is_told_by_name() -> None:
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     assert set(checkpoint["roundpipe"]["left_out"]) == frozen
     assert checkpoint["state_dict"].keys() | frozen == module.state_dict().keys()
+    assert checkpoint["state_dict"]._metadata == module.state_dict()._metadata
 
 
 def test_any_strategy_of_ours_loads_it_and_other_missing_keys_are_named() -> None:
@@ -85,6 +86,27 @@ def test_any_strategy_of_ours_loads_it_and_other_missing_keys_are_named() -> Non
     module = seeded(Wider)
     module.strict_loading = False
     fit(module, ours(), 2, "small.ckpt")
+
+
+def test_versions_of_modules_reach_them_when_weights_are_loaded() -> None:
+    class Versioned(nn.Linear):
+        _version = 3
+        seen: Any = None
+
+        def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+            Versioned.seen = local_metadata.get("version")
+            super()._load_from_state_dict(state, prefix, local_metadata, *args)
+
+    class Newer(Partly):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = Versioned(4, 4).requires_grad_(False)
+
+    for strategy in (ours(), RoundPipeStrategy(num_microbatches=3)):
+        fit(seeded(Newer), strategy).save_checkpoint("some.ckpt")
+        Versioned.seen = None
+        fit(seeded(Newer), ours(), 2, "some.ckpt")
+        assert Versioned.seen == 3
 
 
 def test_plain_checkpoints_stay_strict() -> None:

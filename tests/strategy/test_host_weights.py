@@ -32,11 +32,11 @@ from tests.helpers.equivalence import (
     train,
     trainer_for,
 )
+from tests.helpers.memory import own_memory
 from tests.helpers.models import (
-    HIDDEN,
-    VOCABULARY,
     LanguageModel,
     Residual,
+    llama_from_files,
     residual_batches,
     seeded,
     token_batches,
@@ -44,26 +44,7 @@ from tests.helpers.models import (
 )
 from tests.helpers.shim import gpu_workers_on_the_host
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-
-
-def with_adapters(folder: Path, *, tied: bool, mmap: bool = True) -> LanguageModel:
-    """A Llama whose weights come from ``folder``, with LoRA on queries and values."""
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=tied,
-        use_cache=False, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    if not (folder / "config.json").exists():
-        export_pretrained(transformers.LlamaForCausalLM(config), folder)
-    with empty_parameters():
-        model = transformers.LlamaForCausalLM(config)
-    load_pretrained(model, folder, mmap=mmap, progress=False)
-    torch.manual_seed(1)
-    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return LanguageModel(peft.get_peft_model(model, lora))
+pytest.importorskip("peft")
 
 
 def frozen(module: nn.Module) -> list[Tensor]:
@@ -86,7 +67,7 @@ class Watch(L.Callback):
 @pytest.mark.parametrize("kind", HOST_WEIGHTS)
 def test_adapters_train_as_in_plain_lightning(tmp_path: Path, kind: str, tied: bool) -> None:
     def build() -> LanguageModel:
-        return with_adapters(tmp_path, tied=tied)
+        return llama_from_files(tmp_path, tied=tied)
 
     expected = train(build, token_batches(num=3))
     watch = Watch()
@@ -101,7 +82,7 @@ def test_adapters_train_as_in_plain_lightning(tmp_path: Path, kind: str, tied: b
 def test_same_bits_wherever_weights_lie(tmp_path: Path, precision: Any) -> None:
     one, two = (
         train(
-            lambda: with_adapters(tmp_path, tied=False),
+            lambda: llama_from_files(tmp_path, tied=False),
             token_batches(num=2),
             RoundPipeStrategy(num_microbatches=3, host_weights=kind),
             devices,
@@ -133,7 +114,7 @@ def test_same_bits_through_the_staging_ring(
         precision = RoundPipePrecision("bf16-mixed", half_weights=True)
 
         def build() -> LanguageModel:
-            module = with_adapters(tmp_path, tied=False)
+            module = llama_from_files(tmp_path, tied=False)
             module.validation_step = lambda batch, batch_idx: module.log("validated", module.loss(batch))
             return module
 
@@ -154,7 +135,7 @@ def test_fit_evaluate_fit_again_and_save(tmp_path: Path) -> None:
     """Between fits the model is an ordinary one: it generates, and its checkpoint holds everything."""
     results = []
     for options in ({}, {"strategy": "mmap"}):
-        module = with_adapters(tmp_path, tied=False)
+        module = llama_from_files(tmp_path, tied=False)
         losses = []
         for turn, kind in enumerate(["mmap", "auto", "pinned", "pageable"]):
             strategy: Any = RoundPipeStrategy(num_microbatches=2, host_weights=kind) if options else "auto"
@@ -188,7 +169,7 @@ def test_weights_that_train_never_stay_in_files(tmp_path: Path) -> None:
                 module.model.base_model.model.lm_head.requires_grad_(True)
 
     def build() -> LanguageModel:
-        return with_adapters(tmp_path, tied=False)
+        return llama_from_files(tmp_path, tied=False)
 
     expected = train(build, token_batches(num=2), callbacks=[Unfreezes()], max_epochs=2)
     strategy = RoundPipeStrategy(num_microbatches=3, host_weights="mmap")
@@ -282,12 +263,6 @@ class Big(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([self.scale], lr=0.1)
-
-
-def own_memory() -> int:
-    """Bytes of this process in memory that are not pages of files."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(1024 * int(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:"))
 
 
 @pytest.mark.parametrize("kind", ["mmap", "pageable"])
