@@ -50,7 +50,9 @@ def steps(arrived: list[bool]) -> list[list[int]]:
     optimizer = Noted(parameters, downloads)
     store = HostStore(None, pin=False, warn=print)
     needed = {id(parameter): number for number, parameter in enumerate(parameters)}
-    updater = Updater(UpdateRequest(PartialStepper(optimizer), 1.0, fresh=True), store, None, needed)
+    updater = Updater(
+        UpdateRequest(PartialStepper(optimizer), 1.0, fresh=True), store, store.take_gradient, None, needed
+    )
     for number in reversed(range(len(arrived))):
         store.land(parameters[number], UsePlace(0, 0, 0), torch.ones(()), downloads[number])  # type: ignore[arg-type]
         updater.submit(parameters[number])
@@ -79,7 +81,7 @@ def test_where_nothing_has_arrived_the_oldest_is_waited_for() -> None:
     parameters = [nn.Parameter(torch.tensor(float(number))) for number in range(3)]
     optimizer = Noted(parameters, [])
     store = HostStore(None, pin=False, warn=print)
-    updater = Updater(UpdateRequest(PartialStepper(optimizer), 1.0, fresh=True), store, None, {})
+    updater = Updater(UpdateRequest(PartialStepper(optimizer), 1.0, fresh=True), store, store.take_gradient, None, {})
     for number in (2, 1, 0):
         store.land(parameters[number], UsePlace(0, 0, 0), torch.ones(()), Soon(arrived=False))  # type: ignore[arg-type]
         updater.submit(parameters[number])
