@@ -42,6 +42,12 @@ if TYPE_CHECKING:
 
 __all__ = ["GLUE", "MicroBatchRun"]
 
+_LESS_MEMORY = (
+    "To need less memory of the GPU: more micro-batches, a loss that never forms all logits (`chunked_loss=True` for"
+    " language models of transformers), `recompute='all'`, smaller units. Where much was reserved but unallocated,"
+    " start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+)
+
 GLUE = -1
 """In the place of a unit's index: user code between calls."""
 
@@ -143,6 +149,8 @@ class MicroBatchRun:
         except BaseException as error:
             if not isinstance(error, StepAbortedError):
                 error.add_note(self._where())
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(_LESS_MEMORY)
             raise
         finally:
             self._archive.clear()

@@ -303,7 +303,9 @@ def test_type_of_the_exception_is_kept(error: type[BaseException]) -> None:
     module.arm(Site(1, 1, "forward 0"), act)
     with pytest.raises(error, match="planted") as caught:
         fit(module)
-    assert "blocks.1" in " ".join(caught.value.__notes__)
+    notes = " ".join(caught.value.__notes__)
+    assert "blocks.1" in notes
+    assert ("recompute='all'" in notes) == (error is torch.OutOfMemoryError)
 
 
 @pytest.fixture
