@@ -117,11 +117,11 @@ class RoundPipeStrategy(ParallelStrategy):
             complete, while the backward pass goes on, and what is left while the next forward pass begins, which waits
             for each layer's update; the same numbers as with ``"off"``, where the optimizer steps when all gradients
             are, as in a plain Trainer. Where something needs all gradients before the update (clipping, loss scaling,
-            hooks that look at gradients, optimizers that can not step in parts) that is said once in the log, and the
-            optimizer steps afterwards. ``"stale"``: a step computes with weights that lack the update of the step
-            before (never an older one), and so need not wait for it: the one-step delay of the RoundPipe paper. It
-            takes one more copy of the trained weights and of their gradients. Where something looks at weights between
-            steps, none is late; validation, checkpoints and hooks see finished weights.
+            hooks that look at gradients) that is said once in the log, and all of it is left for then; optimizers that
+            can not step in parts step as with ``"off"``. ``"stale"``: a step computes with weights that lack the update
+            of the step before (never an older one), and so need not wait for it: the one-step delay of the RoundPipe
+            paper. It takes one more copy of the trained weights and of their gradients. Where something looks at
+            weights between steps, none is late; validation, checkpoints and hooks see finished weights.
         workers_per_device: number of workers that share each device.
         split_rules: how to split named parts of a batch whose shape does not tell: key or path (patterns allowed) to
             the dim to split on, or ``"replicate"``.

@@ -332,7 +332,7 @@ class Hooked(Stack):
     """Counts steps by a hook of the optimizer, or of all optimizers."""
 
     def __init__(self, where: str) -> None:
-        super().__init__()
+        super().__init__(torch.optim.SGD)
         self.where = where
         self.counts: list[int] = []
 
