@@ -429,8 +429,8 @@ class HostStore:
             taken = [landed for landed in sums if landed.place.group == group]
             if ahead_of_need:
                 taken = [landed for landed in taken if landed.event is None or landed.event.query()]
-                if taken and self.uses is not None:
-                    self.uses.add([parameter])
+                if taken and self.uses is not None and not self.uses.hold(parameter):
+                    return []  # Complete: no later stage adds to it, and its update may be taking it.
             sums[:] = [landed for landed in sums if landed not in taken]
             self._readers += [(landed.gradient, worker, None) for landed in taken]
         return taken

@@ -35,6 +35,14 @@ class UseCounter:
         with self._lock:
             self._uses.update(map(id, parameters))
 
+    def hold(self, parameter: Tensor) -> bool:
+        """Keep the gradient of ``parameter`` from being complete, until `remove`; False if it is already."""
+        with self._lock:
+            if self.open_forwards == 0 and self._uses[id(parameter)] == 0:
+                return False
+            self._uses[id(parameter)] += 1
+            return True
+
     def remove(self, parameters: Iterable[Tensor]) -> None:
         """That backward is done, or that sum has landed."""
         with self._lock:

@@ -139,3 +139,22 @@ def test_recomputation_may_be_said(recompute: str, monkeypatch: pytest.MonkeyPat
         assert strategy.schedule is not None
         plan = strategy.schedule.plan
         assert plan.fused == (1 if recompute == "all" else plan.num_calls)
+
+
+class SometimesSkipped(SometimesDetached):
+    """The first use of a shared weight is left out in every second batch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = batch[0] if batch_idx % 2 else self.first(batch[0])
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.last(x), batch[1])
+
+
+def test_sum_that_is_complete_is_left_to_its_update(watched: type[Watched]) -> None:
+    case = Case("skipped", lambda: seeded(SometimesSkipped), lambda: vector_batches(16))
+    strategy = RoundPipeStrategy(num_microbatches=3, units=["Linear"])
+    found = train(case.module, case.batches(), strategy, 1, max_epochs=2)
+    expected = train(case.module, case.batches(), "auto", 1, max_epochs=2)
+    for name, tensor in expected.state.items():
+        torch.testing.assert_close(found.state[name], tensor, rtol=1e-5, atol=1e-6)
