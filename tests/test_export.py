@@ -1,7 +1,5 @@
 """Hugging Face checkpoints from a fit and from Lightning checkpoints: `from_pretrained` reads the same weights."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from lightning_roundpipe.checkpoint_io import ShardedCheckpointIO
 from lightning_roundpipe.cli import main
 from lightning_roundpipe.export import export_checkpoint, export_pretrained, parse_bytes, weights_of
 from tests.helpers.equivalence import BatchDealer, trainer_for
+from tests.helpers.memory import peak_memory
 from tests.helpers.models import token_batches
 from tests.test_loading import CONFIGS, assert_same_model, saved
 
@@ -135,21 +134,9 @@ def test_no_size() -> None:
         parse_bytes("many")
 
 
-MEASURE = """
-import resource, sys, torch
-from torch import nn
-from lightning_roundpipe.export import export_pretrained
-model = nn.ModuleDict({str(n): nn.Linear(2048, 1024, bias=False) for n in range(24)})
-# What is imported and set up on first use is not the weights'.
-export_pretrained(nn.Linear(64, 64), sys.argv[1] + "/small", dtype=torch.bfloat16)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-export_pretrained(model, sys.argv[1], dtype=torch.bfloat16, max_shard_size="64MB")
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-"""
-
-
 def test_saving_takes_less_than_two_tensors_of_memory(tmp_path: Path) -> None:
     """192 MiB of weights that are converted as they are written."""
-    args = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    out = subprocess.run(args, capture_output=True, text=True, check=True, timeout=60, cwd=Path(__file__).parents[1])
-    assert int(out.stdout) <= 2 * 2048 * 1024 * 4 + 8 * 2**20
+    model = nn.ModuleDict({str(number): nn.Linear(2048, 1024, bias=False) for number in range(24)})
+    with peak_memory() as grown:
+        export_pretrained(model, tmp_path, dtype=torch.bfloat16, max_shard_size="64MB")
+        assert grown() <= 2 * 2048 * 1024 * 4 + 8 * 2**20

@@ -1,8 +1,6 @@
 """Weights from safetensors files: what `from_pretrained` loads, once in memory, and by name what is wrong."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,9 @@ from lightning_roundpipe.exceptions import WeightFileError
 from lightning_roundpipe.export import convert_for_mapping
 from lightning_roundpipe.loading import empty_parameters, load_pretrained
 from lightning_roundpipe.runtime.mapped import FileMappings
+from lightning_roundpipe.runtime.weight_files import TensorSpec, write_weights
 from tests.helpers.equivalence import BatchDealer, assert_results_close, train, trainer_for
+from tests.helpers.memory import peak_memory
 from tests.helpers.models import token_batches
 
 transformers = pytest.importorskip("transformers")
@@ -260,48 +260,30 @@ def test_init_module_then_load(tmp_path: Path, empty_init: bool | None) -> None:
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-MEASURE = """
-import resource, sys, torch
-from torch import nn
-from lightning_roundpipe.loading import empty_parameters, load_pretrained
-
 class Big(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(1024, 2048, bias=False) for _ in range(24))
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-path, dtype, mmap = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3] == "True"
-torch.ones(4, 4).bfloat16() @ torch.ones(4, 4).bfloat16()
-before = peak()
-with empty_parameters():
-    model = Big().to(dtype)
-load_pretrained(model, path, mmap=mmap, progress=False)
-loaded = peak() - before
-print(loaded, sum(p.numel() * p.element_size() for p in model.parameters()), float(model.layers[-1].weight[-1, -1]))
-"""
 
 
 @pytest.mark.parametrize("dtype, mmap", [("float32", True), ("float32", False), ("bfloat16", False)])
 def test_one_copy_in_memory(tmp_path: Path, dtype: str, mmap: bool) -> None:
-    """192 MiB of weights in three files; the peak of a process of its own."""
-    value = 0.5
-    for shard in range(3):
-        names = [f"layers.{layer}.weight" for layer in range(8 * shard, 8 * shard + 8)]
-        tensors = {name: torch.full((2048, 1024), value) for name in names}
-        safetensors.save_file(tensors, tmp_path / f"{shard}.safetensors")
-    weight_map = {f"layers.{layer}.weight": f"{layer // 8}.safetensors" for layer in range(24)}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    args = [sys.executable, "-c", MEASURE, str(tmp_path), dtype, str(mmap)]
-    out = subprocess.run(args, capture_output=True, text=True, check=True, timeout=60, cwd=Path(__file__).parents[1])
-    peak_bytes, weight_bytes, last = out.stdout.split()
-    assert float(last) == value
-    assert int(weight_bytes) == 24 * 2**21 * (4 if dtype == "float32" else 2)
+    """192 MiB of weights in three files."""
+    value = torch.full((2048, 1024), 0.5)
+    names = [f"layers.{layer}.weight" for layer in range(24)]
+    specs = {name: TensorSpec(value.dtype, value.shape) for name in names}
+    write_weights(tmp_path, specs, ((name, value) for name in names), 8 * value.nbytes)
+    with peak_memory() as grown:
+        with empty_parameters():
+            model = Big().to(getattr(torch, dtype))
+        load_pretrained(model, tmp_path, mmap=mmap, progress=False)
+        peak_bytes = grown()
+    assert float(model.layers[-1].weight[-1, -1].detach()) == 0.5
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert weight_bytes == 24 * 2**21 * (4 if dtype == "float32" else 2)
     # Mapped weights are not read at all yet.
-    limit = 0.1 * int(weight_bytes) if mmap else 1.1 * int(weight_bytes) + 64 * 2**20 * (dtype == "bfloat16")
-    assert int(peak_bytes) <= limit
+    limit = 0.1 * weight_bytes if mmap else 1.1 * weight_bytes + 64 * 2**20 * (dtype == "bfloat16")
+    assert (0 if mmap else 0.9 * weight_bytes) <= peak_bytes <= limit
 
 
 # ------------------------------------------------------------------------------------------------ all of it is mapped

@@ -111,13 +111,18 @@ class StoredTensor:
                 _read_exactly(file, flat, self)
             else:
                 step = max(1, _READ_BYTES // self.dtype.itemsize)
-                piece = torch.empty(min(step, flat.numel()), dtype=self.dtype)
+                piece = _scratch(min(step, flat.numel()), self.dtype)
                 for begin in range(0, flat.numel(), step):
                     part = flat[begin : begin + step]
                     _read_exactly(file, piece[: part.numel()], self)
                     part.copy_(piece[: part.numel()])
         if not target.is_contiguous():
             target.detach().copy_(flat.view(target.shape))
+
+
+def _scratch(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """Memory that goes back to the system at once: the allocator would leave holes between weights."""
+    return torch.frombuffer(mmap.mmap(-1, max(1, num_elements) * dtype.itemsize), dtype=dtype)[:num_elements]
 
 
 def byte_view(tensor: Tensor) -> memoryview:
