@@ -22,11 +22,12 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_roundpipe._version import __version__
 from lightning_roundpipe.exceptions import MachineLostError, MachineMismatchError, UnsupportedUseError
 from lightning_roundpipe.runtime.collectives import is_lost_connection, naming_lost_machines
 from lightning_roundpipe.runtime.lookup import current_resolver
@@ -86,6 +87,7 @@ def settings_of(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """What of a fit must be the same on all machines, by name, beside the strategy's arguments."""
     settings: dict[str, Any] = {f"`{name}`": getattr(trainer, name) for name in _SAME_EVERYWHERE}
     settings["`automatic_optimization`"] = module.automatic_optimization
+    settings |= {"version of this package": __version__, "version of torch": torch.__version__.partition("+")[0]}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(trainer.optimizers):
         settings[f"optimizer {number}"] = type(optimizer).__name__
@@ -163,6 +165,7 @@ class Machines:
             with naming_lost_machines(f"before all {self.count} had joined"):
                 self._make_world(self._environment)
             self._owns_world = True
+            rank_zero_info(f"All {self.count} machines have joined.")
         if (size := dist.get_world_size()) != self.count:
             raise MisconfigurationException(
                 f"The process group of `torch.distributed` has {size} processes, but there are {self.count} machines."

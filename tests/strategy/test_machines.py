@@ -588,6 +588,8 @@ class Fails(L.Callback):
         self.how = how
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        if trainer.global_rank == 0 and index == 1 and self.how == "dies":
+            torch.distributed.barrier()  # As Lightning, metrics and user code may do.
         if trainer.global_rank == 1 and index == 1:
             if self.how == "raises":
                 raise ZeroDivisionError("on purpose")
@@ -686,3 +688,4 @@ def test_death_of_a_machine_ends_the_others(machines: Machines, tmp_path: Path) 
     assert results[1] is None
     for rank in (0, 2):
         assert "Another machine was lost" in of_machine(rank, results)
+    assert "while machines exchanged something" in of_machine(0, results)
