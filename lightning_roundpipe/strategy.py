@@ -1,6 +1,5 @@
 """`RoundPipeStrategy`: Lightning's calls, answered by the runtime. No algorithm lives here."""
 
-import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -21,13 +19,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import move_data_to_device, rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_roundpipe.arguments import checked_arguments
 from lightning_roundpipe.checkpoint_io import FileCheckpointIO
-from lightning_roundpipe.chunked_loss import KERNELS, chunked_causal_lm_loss, liger_is_installed
+from lightning_roundpipe.checks import check_devices, check_module, check_optimizers, check_training, listed
+from lightning_roundpipe.chunked_loss import chunked_causal_lm_loss, liger_is_installed
 from lightning_roundpipe.exceptions import MachineLostError, PlanError
 from lightning_roundpipe.fence import UpdateFence, what_looks_between_steps
 from lightning_roundpipe.fused_kernels import FusedKernels
@@ -45,7 +43,6 @@ from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.timeline import Timeline
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.publish import add_gradients, publish_gradients
-from lightning_roundpipe.quantised import refuse_hidden_quantisation
 from lightning_roundpipe.runtime.collectives import (
     GradientReducer,
     Reduction,
@@ -60,9 +57,8 @@ from lightning_roundpipe.runtime.host_budget import count_host_memory
 from lightning_roundpipe.runtime.manual_run import ManualRun
 from lightning_roundpipe.runtime.mapped import FileMappings
 from lightning_roundpipe.runtime.microbatch import MicroBatch, merge, split
-from lightning_roundpipe.runtime.objective import LOSS_WEIGHT_RULES, BatchObjective, LossWeight
+from lightning_roundpipe.runtime.objective import BatchObjective
 from lightning_roundpipe.runtime.partial_step import PartialStepper, intercepted, reason_against_parts
-from lightning_roundpipe.runtime.placement import HOST_WEIGHTS
 from lightning_roundpipe.runtime.planning import (
     TrainingPlanner,
     evaluation_schedule,
@@ -90,7 +86,6 @@ _CHECKPOINT_KEY = "roundpipe"
 _STEP_KINDS = ("training", "validation", "test", "predict")
 # Enough for stages to overlap on a few workers, and independent of their number as long as that is small.
 _AUTO_MICROBATCHES = 4
-_WIRE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _TIMEOUT_S = 1800.0
 
 
@@ -207,108 +202,37 @@ class RoundPipeStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        if num_microbatches != "auto" and not _is_count(num_microbatches):
-            raise ValueError(
-                f"`num_microbatches` must be 'auto' or an integer of at least 1, but got {num_microbatches!r}."
-            )
-        if not _is_count(workers_per_device):
-            raise ValueError(f"`workers_per_device` must be an integer of at least 1, but got {workers_per_device!r}.")
-        if not isinstance(gpu_memory_limit, int | float) or not 0 < gpu_memory_limit <= 1:
-            raise ValueError(
-                "`gpu_memory_limit` is a share of the free memory, above 0 and at most 1, but got"
-                f" {gpu_memory_limit!r}."
-            )
-        if not isinstance(units, str) and not all(isinstance(unit, str) for unit in units):
-            raise ValueError(f"`units` must be 'auto' or a list of class names and dotted paths, but got {units!r}.")
-        if split_rules is not None and not (
-            isinstance(split_rules, Mapping) and all(isinstance(key, str) for key in split_rules)
-        ):
-            raise ValueError(
-                "`split_rules` must map keys or dotted paths (for a tuple: '0', '1') to a dim or 'replicate', but got"
-                f" {split_rules!r}."
-            )
-        if optimizer_overlap is False:
-            optimizer_overlap = "off"  # What YAML makes of an unquoted `off`.
-        if optimizer_overlap not in ("off", "exact", "stale"):
-            raise ValueError(f"`optimizer_overlap` must be 'off', 'exact' or 'stale', but got {optimizer_overlap!r}.")
-        if replica_groups != "auto" and not _is_count(replica_groups):
-            raise ValueError(
-                f"`replica_groups` must be 'auto' or an integer of at least 1, but got {replica_groups!r}."
-            )
-        if plan != "auto" and replica_groups != 1:
-            raise ValueError(
-                f"A plan in a file has its number of replica groups, but got `replica_groups={replica_groups!r}` beside"
-                f" `plan={str(plan)!r}`. Leave it out."
-            )
-        if recompute not in ("auto", "all", "none"):
-            raise ValueError(f"`recompute` must be 'auto', 'all' or 'none', but got {recompute!r}.")
-        if plan != "auto" and recompute != "auto":
-            raise PlanError(
-                f"A plan in a file says what is recomputed, but got `recompute={recompute!r}` beside"
-                f" `plan={str(plan)!r}`. Leave it out."
-            )
-        if not isinstance(compile_units, bool | Mapping):
-            raise TypeError(
-                f"`compile_units` must be True, False or a mapping of arguments of `torch.compile`, but got"
-                f" {compile_units!r}."
-            )
-        if units != "auto" and not units:
-            raise ValueError(f"`units` must be 'auto' or name at least one module, but got {units!r}.")
-        if not isinstance(chunked_loss, bool) and chunked_loss not in KERNELS:
-            raise ValueError(f"`chunked_loss` must be a bool or one of {', '.join(KERNELS)}, but got {chunked_loss!r}.")
-        if chunked_loss == "liger" and not liger_is_installed():
-            raise ValueError("`chunked_loss='liger'` needs Liger's kernels. Run `pip install liger-kernel`.")
-        if sequence_tiles is not None and not (
-            isinstance(sequence_tiles, Mapping) and all(_is_count(tile) for tile in sequence_tiles.values())
-        ):
-            raise ValueError(
-                "`sequence_tiles` must map class names to numbers of positions of at least 1, but got"
-                f" {sequence_tiles!r}."
-            )
-        if upload_on_call is not None and (
-            isinstance(upload_on_call, str) or not all(isinstance(name, str) for name in upload_on_call)
-        ):
-            raise ValueError(f"`upload_on_call` must be a list of class names, but got {upload_on_call!r}.")
-        if host_weights not in HOST_WEIGHTS:
-            raise ValueError(
-                f"`host_weights` must be one of {', '.join(map(repr, HOST_WEIGHTS))}, but got {host_weights!r}."
-            )
-        self._host_weights = host_weights
-        self._save_frozen_weights = save_frozen_weights
+        self._arguments = checked_arguments(
+            num_microbatches=num_microbatches,
+            units=units,
+            loss_weight=loss_weight,
+            optimizer_overlap=optimizer_overlap,
+            workers_per_device=workers_per_device,
+            split_rules=split_rules,
+            gpu_memory_limit=gpu_memory_limit,
+            plan=plan,
+            replica_groups=replica_groups,
+            recompute=recompute,
+            compile_units=compile_units,
+            show_plan=show_plan,
+            chunked_loss=chunked_loss,
+            sequence_tiles=sequence_tiles,
+            upload_on_call=upload_on_call,
+            host_weights=host_weights,
+            save_frozen_weights=save_frozen_weights,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            gradient_wire_dtype=gradient_wire_dtype,
+            shard_optimizer_state=shard_optimizer_state,
+        )
+        self._machines = Machines(self._arguments.process_group_backend, self._arguments.timeout)
         self._not_as_built: Any = WeakIdKeyDictionary()
-        if gradient_wire_dtype not in _WIRE_DTYPES:
-            raise ValueError(
-                f"`gradient_wire_dtype` must be None, 'float32' or 'bfloat16', but got {gradient_wire_dtype!r}."
-            )
-        if not isinstance(timeout, timedelta):
-            if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-                raise TypeError(f"`timeout` must be a number of seconds or a timedelta, but got {timeout!r}.")
-            timeout = timedelta(seconds=timeout)
-        if timeout <= timedelta(0):
-            raise ValueError(f"`timeout` must be more than 0 seconds, but got {timeout}.")
-        self._machines = Machines(process_group_backend, timeout)
-        self._gradient_wire_dtype = _WIRE_DTYPES[gradient_wire_dtype]
-        self._shards_optimizer_state = bool(shard_optimizer_state)
         self._shares: UpdateShares | None = None
         self._sync_blocked = False
         self._unreduced: set[int] = set()
-        self._upload_on_call = list(upload_on_call or [])
-        self._sequence_tiles = dict(sequence_tiles or {})
         self._tiled_classes: set[str] = set()
-        self._chunked_loss = "auto" if chunked_loss is True else chunked_loss
-        self._num_microbatches = num_microbatches
-        self._units = units
-        self._loss_weight = _resolve_loss_weight(loss_weight)
-        self._optimizer_overlap = optimizer_overlap
+        self._chunked_loss = self._arguments.chunked_loss
         self._update: UpdateRequest | None = None
-        self._workers_per_device = workers_per_device
-        self._gpu_memory_limit = gpu_memory_limit
-        self._split_rules = dict(split_rules or {})
-        self._plan = os.fspath(plan)
-        self._replica_groups = None if isinstance(replica_groups, str) else replica_groups
-        self._recompute = recompute
-        self._compile_options = {} if compile_units is True else compile_units or None
-        self._show_plan = show_plan
         self._given_schedule: Schedule | None = None
         self._planner: TrainingPlanner | None = None
         self._schedule: Schedule | None = None
@@ -466,12 +390,18 @@ class RoundPipeStrategy(ParallelStrategy):
         fits = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         module = self._module
-        self._check_devices()
-        self._check_module(module, fits)
+        check_devices(self.root_device, len(self.parallel_devices or ()))
+        check_module(module)
         if fits:
-            wanted = self._num_microbatches if isinstance(self._num_microbatches, int) else None
+            check_training(module, self._arguments.num_microbatches, self.num_workers)
+        if fits:
+            wanted = self._arguments.num_microbatches if isinstance(self._arguments.num_microbatches, int) else None
             self._given_schedule = given_schedule(
-                self._plan, self._replica_groups, self.num_workers, wanted, self._recompute
+                self._arguments.plan,
+                self._arguments.replica_groups,
+                self.num_workers,
+                wanted,
+                self._arguments.recompute,
             )
         self.model = self.precision_plugin.convert_module(self.model)
         if fits:
@@ -479,7 +409,7 @@ class RoundPipeStrategy(ParallelStrategy):
             self._raise_fence(trainer)
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
-            self._check_optimizers(module)
+            check_optimizers(module, self.optimizers)
             self._choose_kernels()
             self._divide_optimizer_state()
         if self.is_distributed:
@@ -497,7 +427,7 @@ class RoundPipeStrategy(ParallelStrategy):
     def _divide_optimizer_state(self) -> None:
         """Give each machine its share of the parameters to update, if that is wanted."""
         self._shares = None
-        if not (self._shards_optimizer_state and self.is_distributed):
+        if not (self._arguments.shard_optimizer_state and self.is_distributed):
             return
         reasons = [reason_against_parts(optimizer) for optimizer in self.optimizers]
         if not self._module.automatic_optimization:
@@ -526,11 +456,11 @@ class RoundPipeStrategy(ParallelStrategy):
         if fits:
             facts |= settings_of(trainer, self._module)
             facts |= {
-                "`num_microbatches`": self._num_microbatches,
-                "`loss_weight`": getattr(self._loss_weight, "__qualname__", str(self._loss_weight)),
-                "`optimizer_overlap`": self._optimizer_overlap,
-                "`gradient_wire_dtype`": self._gradient_wire_dtype,
-                "`shard_optimizer_state`": self._shards_optimizer_state,
+                "`num_microbatches`": self._arguments.num_microbatches,
+                "`loss_weight`": getattr(self._arguments.loss_weight, "__qualname__", str(self._arguments.loss_weight)),
+                "`optimizer_overlap`": self._arguments.optimizer_overlap,
+                "`gradient_wire_dtype`": self._arguments.gradient_wire_dtype,
+                "`shard_optimizer_state`": self._arguments.shard_optimizer_state,
             }
             if self._layer_sync is not None:
                 rank_zero_warn(
@@ -573,7 +503,7 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def _settle_updates(self) -> None:
         self.finish_updates()
-        if self._optimizer_overlap == "stale":
+        if self._arguments.optimizer_overlap == "stale":
             self._weights_may_change()
 
     def _stop_after_error(self, error: BaseException) -> None:
@@ -606,7 +536,7 @@ class RoundPipeStrategy(ParallelStrategy):
         """The module's state after the last update, without frozen weights if these are not to be saved."""
         self.finish_updates()
         state = super().lightning_module_state_dict()
-        if self._save_frozen_weights:
+        if self._arguments.save_frozen_weights:
             return state
         state = copy(state)  # With its metadata.
         for name in self._frozen_as_built() & state.keys():
@@ -640,8 +570,8 @@ class RoundPipeStrategy(ParallelStrategy):
             if missing or keys.unexpected_keys:
                 raise RuntimeError(
                     f"The checkpoint left {len(left_out)} frozen weights out, and besides does not fit the"
-                    f" {type(module).__name__}: missing {_listed(missing) if missing else 'nothing'}, unexpected"
-                    f" {_listed(keys.unexpected_keys) if keys.unexpected_keys else 'nothing'}."
+                    f" {type(module).__name__}: missing {listed(missing) if missing else 'nothing'}, unexpected"
+                    f" {listed(keys.unexpected_keys) if keys.unexpected_keys else 'nothing'}."
                 )
         self._not_as_built.update({named[name]: True for name in named.keys() & state.keys() - same.keys()})
 
@@ -662,33 +592,33 @@ class RoundPipeStrategy(ParallelStrategy):
         assert self.parallel_devices is not None
         self._model_signature = _signature(module)
         self._not_as_built.update({parameter: True for parameter in module.parameters() if parameter.requires_grad})
-        devices = [_indexed(device) for device in self.parallel_devices] * self._workers_per_device
+        devices = [_indexed(device) for device in self.parallel_devices] * self._arguments.workers_per_device
         planner = self._planner = TrainingPlanner(
             len(devices),
             given=self._given_schedule,
-            replica_groups=self._replica_groups,
+            replica_groups=self._arguments.replica_groups,
             machine=lambda: measured_machine(devices, executor.weight_budget_bytes),
             grows_fused=self.root_device.type == "cpu",
-            recompute=self._recompute,
+            recompute=self._arguments.recompute,
             free_bytes=lambda: executor.free_bytes,
             notify=rank_zero_info,
-            show=self._show_plan,
+            show=self._arguments.show_plan,
         )
         compute_dtype = self.precision_plugin.compute_dtype
-        max_bytes = largest_unit_bytes(devices, self._gpu_memory_limit, compute_dtype)
-        units = find_units(module, self._units, max_bytes, self._upload_on_call)
+        max_bytes = largest_unit_bytes(devices, self._arguments.gpu_memory_limit, compute_dtype)
+        units = find_units(module, self._arguments.units, max_bytes, self._arguments.upload_on_call)
         fits = module.trainer.state.fn == TrainerFn.FITTING
-        delays = self._optimizer_overlap == "stale" and module.automatic_optimization
+        delays = self._arguments.optimizer_overlap == "stale" and module.automatic_optimization
         accumulates = int(module.trainer.accumulate_grad_batches > 1)
         budget, placement = count_host_memory(
             module.parameters(),
             self.optimizers if fits else (),
-            kind=self._host_weights,
+            kind=self._arguments.host_weights,
             facts=host_facts(),
             num_gpus=sum(device.type == "cuda" for device in devices),
             compute_dtype=compute_dtype,
             largest_unit_bytes=max((unit.num_bytes for unit in units), default=0),
-            gradient_copies=(self._replica_groups or 1) + max(accumulates, int(delays)),
+            gradient_copies=(self._arguments.replica_groups or 1) + max(accumulates, int(delays)),
             delays_updates=delays,
             num_shares=self.world_size if self._shares is not None else 1,
         )
@@ -701,10 +631,10 @@ class RoundPipeStrategy(ParallelStrategy):
             plan_evaluation=partial(evaluation_schedule, len(devices)),
             warn=rank_zero_warn,
             compute_dtype=compute_dtype,
-            gpu_memory_limit=self._gpu_memory_limit,
+            gpu_memory_limit=self._arguments.gpu_memory_limit,
             placement=placement,
             budget=budget,
-            compile_options=self._compile_options,
+            compile_options=self._arguments.compile_options,
             delays_updates=delays,
             reducer=self._make_reducer(module),
         )
@@ -722,84 +652,7 @@ class RoundPipeStrategy(ParallelStrategy):
             if parameter.requires_grad
             or (not module.automatic_optimization and (parameter.is_floating_point() or parameter.is_complex()))
         ]
-        return GradientReducer(group, trained, self._gradient_wire_dtype)
-
-    def _check_devices(self) -> None:
-        if self.root_device.type not in ("cpu", "cuda"):
-            raise MisconfigurationException(
-                f"RoundPipeStrategy runs on GPUs (CUDA) or on virtual CPU workers, but the device is"
-                f" {self.root_device}. Use `Trainer(accelerator='gpu')` or `Trainer(accelerator='cpu')`."
-            )
-        visible = torch.cuda.device_count() if self.root_device.type == "cuda" else 0
-        if _IS_INTERACTIVE and visible > len(self.parallel_devices or ()):
-            # In a notebook Lightning takes `devices="auto"` for one GPU, because other strategies start processes.
-            rank_zero_info(f"{visible} GPUs are visible; `Trainer(devices={visible})` uses them all.")
-
-    def _check_module(self, module: "LightningModule", fits: bool) -> None:
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
-            raise ValueError(
-                f"All parameters must have shapes before training, but these are not initialised: {_listed(lazy)}. Run"
-                " a forward pass in `setup` or `configure_model`."
-            )
-        if any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules()):
-            raise ValueError(
-                "Scripted modules (`torch.jit.script`) read their parameters where nobody can supply others. Use the"
-                " original module."
-            )
-        if missing := [name for name, tensor in tensors if tensor.is_meta]:
-            raise ValueError(
-                f"All parameters and buffers must have values before training, but these are on the meta device:"
-                f" {_listed(missing)}. Load or initialise them in `configure_model` (for example"
-                " `module.to_empty(device='cpu')`, then load a state dict)."
-            )
-        if moved := [name for name, tensor in tensors if tensor.device.type != "cpu"]:
-            raise ValueError(
-                f"Weights stay in host memory under RoundPipeStrategy, but these are elsewhere: {_listed(moved)}. Build"
-                " the model on the CPU, and do not move it."
-            )
-        refuse_hidden_quantisation(module)
-        if not fits:
-            return
-        if not module.automatic_optimization:
-            self._check_manual_optimization()
-        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-            raise MisconfigurationException(
-                "RoundPipeStrategy splits each batch into micro-batches, which a `training_step(dataloader_iter)` does"
-                " not allow. Take `(batch, batch_idx)` instead."
-            )
-        batch_norm = torch.nn.modules.batchnorm._BatchNorm
-        split = self._num_microbatches != 1 and module.automatic_optimization
-        if split and any(isinstance(inner, batch_norm) for inner in module.modules()):
-            rank_zero_warn(
-                "The model has batch normalisation: its statistics are those of each micro-batch, in their order, not"
-                " of the whole batch. `RoundPipeStrategy(num_microbatches=1)` keeps whole batches."
-            )
-
-    def _check_optimizers(self, module: "LightningModule") -> None:
-        known = {id(parameter) for parameter in module.parameters()}
-        groups = [group for optimizer in self.optimizers for group in getattr(optimizer, "param_groups", ())]
-        foreign = [list(p.shape) for group in groups for p in group["params"] if id(p) not in known]
-        if foreign and module.automatic_optimization:
-            raise MisconfigurationException(
-                f"The optimizer holds {len(foreign)} parameter(s) that the LightningModule does not (of shape"
-                f" {', '.join(map(str, foreign[:5]))}): a copy of the model, or tensors in a plain list. They would not"
-                " be trained. Register them (`self.model = ...`, `nn.ParameterList`), and make the optimizer from"
-                " `self.parameters()`."
-            )
-
-    def _check_manual_optimization(self) -> None:
-        if self._num_microbatches not in ("auto", 1):
-            raise MisconfigurationException(
-                "With manual optimization (`automatic_optimization = False`) `training_step` steps optimizers itself,"
-                f" so it must run once for each batch, but got `num_microbatches={self._num_microbatches}`. Use"
-                " `RoundPipeStrategy(num_microbatches=1)`, or automatic optimization."
-            )
-        if self.num_workers > 1:
-            rank_zero_info(
-                f"With manual optimization a batch is not split: one of the {self.num_workers} workers does all"
-                " training steps. The others take part in validation, test and predict."
-            )
+        return GradientReducer(group, trained, self._arguments.gradient_wire_dtype)
 
     def model_to_device(self) -> None:
         """Nothing to do: the weights stay on the host."""
@@ -817,7 +670,7 @@ class RoundPipeStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write an ordinary Lightning checkpoint; in it the base of the step's randomness, and what was left out."""
         ours: dict[str, Any] = {} if self._last_seed is None else {"base_seed": self._last_seed}
-        if not self._save_frozen_weights and "state_dict" in checkpoint:
+        if not self._arguments.save_frozen_weights and "state_dict" in checkpoint:
             ours["left_out"] = sorted(self._frozen_as_built() - checkpoint["state_dict"].keys())
         if ours:
             checkpoint[_CHECKPOINT_KEY] = ours
@@ -869,12 +722,12 @@ class RoundPipeStrategy(ParallelStrategy):
         if self._manual_run is not None:
             return self._step_inside_manual_run(self._manual_run, optimizer, closure, model, **kwargs)
         # Poisoned masters (see `testing`) get their values back after the step.
-        overlaps = self._optimizer_overlap != "off" and self._module.automatic_optimization and not kwargs
+        overlaps = self._arguments.optimizer_overlap != "off" and self._module.automatic_optimization and not kwargs
         if overlaps and not self.poison_masters:
             reason = reason_against_overlap(self._module, optimizer, self.precision_plugin)
             against_reaching = self._reason_against_reaching(optimizer)
             reaches = against_reaching is None and id(optimizer) in self._steady
-            if self._optimizer_overlap == "stale" and against_reaching is not None:
+            if self._arguments.optimizer_overlap == "stale" and against_reaching is not None:
                 self._tell_once(f"No step lacks the update of the step before, because {against_reaching}.")
             if reason is None or reaches:
                 return self._step_in_parts(optimizer, closure, model, along=reason is None, reaches=reaches)
@@ -1081,7 +934,7 @@ class RoundPipeStrategy(ParallelStrategy):
     @property
     def num_workers(self) -> int:
         """Number of workers: devices times `workers_per_device`."""
-        return len(self.parallel_devices or ()) * self._workers_per_device
+        return len(self.parallel_devices or ()) * self._arguments.workers_per_device
 
     @property
     def _module(self) -> "LightningModule":
@@ -1214,9 +1067,9 @@ class RoundPipeStrategy(ParallelStrategy):
         executor.times_calls = trains and planner.is_measuring
         executor.poison_masters = self.poison_masters
         batch, *rest = args
-        micro_batches = split(batch, self._count_microbatches(), self._split_rules)
+        micro_batches = split(batch, self._count_microbatches(), self._arguments.split_rules)
         objective = BatchObjective(
-            self._loss_weight,
+            self._arguments.loss_weight,
             micro_batches,
             module,
             labels_shifted=self._labels_shifted,
@@ -1276,8 +1129,10 @@ class RoundPipeStrategy(ParallelStrategy):
     def _enter_training(self, stack: ExitStack, executor: Executor) -> None:
         """Switch on and off, for a training step, what differs from the ordinary model."""
         stack.enter_context(switched_off(self._module, executor.warn_once))
-        if self._sequence_tiles:
-            stack.enter_context(tiled_over_the_sequence(self._module, self._sequence_tiles, self._tiled_classes))
+        if self._arguments.sequence_tiles:
+            stack.enter_context(
+                tiled_over_the_sequence(self._module, self._arguments.sequence_tiles, self._tiled_classes)
+            )
         if self._chunked_loss == "auto":
             self._chunked_loss = "liger" if liger_is_installed() else "torch"
         if self._chunked_loss:
@@ -1293,8 +1148,8 @@ class RoundPipeStrategy(ParallelStrategy):
         return bool(trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0)
 
     def _count_microbatches(self) -> int:
-        if isinstance(self._num_microbatches, int):
-            return self._num_microbatches
+        if isinstance(self._arguments.num_microbatches, int):
+            return self._arguments.num_microbatches
         if self._given_schedule is not None:
             return self._given_schedule.num_microbatches
         return max(_AUTO_MICROBATCHES, self.num_workers)
@@ -1307,28 +1162,6 @@ class RoundPipeStrategy(ParallelStrategy):
         return counted_seed(base_seed, _STEP_KINDS.index(kind), self._batch_number(), *places)
 
 
-def _resolve_loss_weight(loss_weight: str | Callable[[Any], float]) -> LossWeight:
-    if callable(loss_weight) or loss_weight in LOSS_WEIGHT_RULES:
-        return loss_weight
-    if not isinstance(loss_weight, str) or "." not in loss_weight:
-        raise ValueError(
-            f"`loss_weight` must be one of {', '.join(map(repr, LOSS_WEIGHT_RULES))}, a function or its import path,"
-            f" but got {loss_weight!r}."
-        )
-    module, _, name = loss_weight.rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"`loss_weight={loss_weight!r}` is taken for the import path of a function, but can not be imported:"
-            f" {error}."
-        ) from error
-    if not callable(function):
-        raise TypeError(f"`loss_weight` must name a function, but {loss_weight!r} is a {type(function).__name__}.")
-    weight: LossWeight = function
-    return weight
-
-
 def _signature(module: "LightningModule") -> tuple[tuple[int, bool], ...]:
     """Changes whenever parameters are added or replaced; with automatic optimization, also frozen or unfrozen.
 
@@ -1336,10 +1169,6 @@ def _signature(module: "LightningModule") -> tuple[tuple[int, bool], ...]:
     """
     automatic = module.automatic_optimization
     return tuple((id(parameter), automatic and parameter.requires_grad) for parameter in module.parameters())
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -1363,8 +1192,3 @@ def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {name: id(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-
-
-def _listed(names: Sequence[str], limit: int = 5) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -24,7 +24,7 @@ BANNED_CALLS = {
     "eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.execv", "os.spawnv", "torch.load",
     "yaml.load", "torch.hub.load",
 }  # fmt: skip
-IMPORTS_BY_NAME = {"strategy.py": "loss_weight", "chunked_loss.py": "liger"}
+IMPORTS_BY_NAME = {"arguments.py": "loss_weight", "chunked_loss.py": "liger"}
 
 
 def found_in(tree: ast.AST) -> Iterator[str]:

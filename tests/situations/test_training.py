@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.checks import check_devices
 from lightning_roundpipe.exceptions import UnsupportedUseError
 from lightning_roundpipe.runtime.worker import Worker
 from tests.helpers.equivalence import BatchDealer, TrainResult, assert_results_close, train, trainer_for
@@ -248,21 +249,17 @@ def test_termination_signal_during_a_step(tmp_path: Path) -> None:
 
 
 def test_other_accelerators_are_refused() -> None:
-    strategy = ours()
-    strategy.parallel_devices = [torch.device("mps", 0)]
     with pytest.raises(MisconfigurationException, match="runs on GPUs .CUDA. or on virtual CPU workers"):
-        strategy._check_devices()
+        check_devices(torch.device("mps", 0), 1)
 
 
 def test_notebook_is_told_of_gpus_that_it_does_not_use() -> None:
-    strategy = ours()
-    strategy.parallel_devices = [torch.device("cuda", 0)]
     with (
-        mock.patch("lightning_roundpipe.strategy._IS_INTERACTIVE", True),
+        mock.patch("lightning_roundpipe.checks._IS_INTERACTIVE", True),
         mock.patch("torch.cuda.device_count", return_value=4),
-        mock.patch("lightning_roundpipe.strategy.rank_zero_info") as told,
+        mock.patch("lightning_roundpipe.checks.rank_zero_info") as told,
     ):
-        strategy._check_devices()
+        check_devices(torch.device("cuda", 0), 1)
     told.assert_called_once_with("4 GPUs are visible; `Trainer(devices=4)` uses them all.")
 
 
