@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
@@ -153,3 +153,16 @@ def test_saving_and_loading_take_less_than_a_layer() -> None:
     loaded = FileCheckpointIO().load_checkpoint("one.ckpt")
     assert own_memory() - before < layer
     assert all(torch.equal(tensor, loaded["state_dict"][name]) for name, tensor in layers.state_dict().items())
+
+
+def test_lightnings_asynchronous_plugin_writes_through_it() -> None:
+    plugin = AsyncCheckpointIO()
+    saver = ModelCheckpoint("saved", filename="last")
+    module = seeded(lambda: Residual(optimizer=adamw))
+    trainer = trainer_for(
+        RoundPipeStrategy(num_microbatches=2), 2, plugins=[plugin], callbacks=[saver], enable_checkpointing=True
+    )
+    trainer.fit(module, BatchDealer(residual_batches()))
+    assert isinstance(plugin.checkpoint_io, FileCheckpointIO)
+    saved = torch.load("saved/last.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(saved[name], tensor) for name, tensor in module.state_dict().items())

@@ -313,7 +313,8 @@ def _costs_by_bytes(sizes: Sequence[CallCost]) -> list[CallCost]:
 
 def evaluation_schedule(num_workers: int, sizes: Sequence[CallCost], num_microbatches: int) -> Schedule:
     """The schedule of steps that only evaluate."""
-    plan = balanced_evaluation_plan([call.weight_bytes for call in sizes], num_workers)
+    # Steps that call no unit still take turns, at a stage without calls.
+    plan = balanced_evaluation_plan([call.weight_bytes for call in sizes], num_workers) if sizes else Plan((), 0)
     return Schedule(plan, num_workers, num_microbatches)
 
 

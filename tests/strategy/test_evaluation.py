@@ -32,6 +32,19 @@ class NeverTrains(Residual):
 UNEVEN = [batch for rows in (1, 2, 5, 6, 7) for batch in residual_batches(num=1, rows=rows)]
 
 
+@pytest.mark.parametrize("devices", [1, 3])
+def test_steps_that_call_no_layer(devices: int) -> None:
+    class Looks(NeverTrains):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("mean", batch[0].float().mean(), batch_size=len(batch[0]))
+
+    one, two = (
+        trainer_for(strategy, number).test(seeded(Looks), BatchDealer(UNEVEN), verbose=False)
+        for strategy, number in (("auto", 1), (ours(), devices))
+    )
+    assert two[0] == pytest.approx(one[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("entry", ["validate", "test"])
 @pytest.mark.parametrize("devices", [1, 3])
 def test_without_fit(entry: str, devices: int) -> None:
