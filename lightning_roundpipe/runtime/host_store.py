@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.pending import PendingStep
 from lightning_roundpipe.runtime.slab import Slab
-from lightning_roundpipe.runtime.units import Unit
+from lightning_roundpipe.runtime.units import Unit, tensor_bytes
 from lightning_roundpipe.runtime.uses import UseCounter
 
 __all__ = ["HostStore", "LandedSum", "UsePlace", "WeightSlab"]
@@ -434,6 +434,16 @@ class HostStore:
         self._reserved.clear()
 
     # ------------------------------------------------------------------ end, and tests
+
+    @property
+    def copy_bytes(self) -> int:
+        """Host memory of copies that workers read in place of the masters, in bytes."""
+        return sum(tensor_bytes(copy) for home in self._homes() for _, copy in home.copies)
+
+    @property
+    def landing_bytes(self) -> int:
+        """Host memory in which gradients arrive from GPUs, in bytes; `owns` tells which gradients lie there."""
+        return sum(slab.num_bytes for slabs in self._landings.values() for slab in slabs)
 
     @property
     def pinned_bytes(self) -> int:
