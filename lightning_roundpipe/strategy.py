@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -73,6 +74,7 @@ from lightning_roundpipe.runtime.updater import UpdateRequest
 from lightning_roundpipe.runtime.worker import Worker
 from lightning_roundpipe.sequence_tiles import tiled_over_the_sequence
 from lightning_roundpipe.step_log import StepLog
+from lightning_roundpipe.summary import FirstStepSummary, executor_rows, schedule_rows, update_text
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -248,6 +250,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._steady: dict[int, bool] = {}
         self._fused = FusedKernels()
         self._fence: UpdateFence | None = None
+        self._summary: FirstStepSummary | None = None
         self._model_signature: tuple[tuple[int, bool], ...] = ()
         self.poison_masters = False
 
@@ -407,6 +410,7 @@ class RoundPipeStrategy(ParallelStrategy):
         if fits:
             self._steady.clear()
             self._raise_fence(trainer)
+            self._add_summary(trainer)
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             check_optimizers(module, self.optimizers)
@@ -480,6 +484,13 @@ class RoundPipeStrategy(ParallelStrategy):
             self._fence = UpdateFence(self.finish_updates, self._stop_after_error, self._settle_updates)
         if self._fence not in callbacks:
             callbacks.insert(0, self._fence)
+
+    def _add_summary(self, trainer: "Trainer") -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        # `Trainer(enable_model_summary=False)` leaves its callback out.
+        if self._summary is None and any(isinstance(callback, ModelSummary) for callback in callbacks):
+            self._summary = FirstStepSummary()
+            callbacks.append(self._summary)
 
     def finish_updates(self) -> None:
         """Wait until no optimizer step is under way: then weights, gradients and optimizer state are those after it.
@@ -693,7 +704,11 @@ class RoundPipeStrategy(ParallelStrategy):
             callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
             if self._fence in callbacks:
                 callbacks.remove(self._fence)
-        self._fence = None
+        if self._summary is not None and self.lightning_module is not None:
+            callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+            if self._summary in callbacks:
+                callbacks.remove(self._summary)
+        self._fence = self._summary = None
         self._planner = None
         self._step_log = None
         self._base_seed = None
@@ -926,6 +941,24 @@ class RoundPipeStrategy(ParallelStrategy):
     def mapped_bytes(self) -> int:
         """Bytes of weights that stay in the files from which they were loaded."""
         return 0 if self._executor is None else self._executor.store.mapped_bytes
+
+    def summary_rows(self) -> list[tuple[str, str]]:
+        """What runs in training steps, by name: units, workers, stages, memory in use, updates. Waits for updates."""
+        if self._executor is None:
+            return []
+        self.finish_updates()
+        rows = executor_rows(self._executor, self._module, self.optimizers)
+        rows += schedule_rows(self._schedule if self._module.automatic_optimization else None)
+        if self.optimizers and self._module.automatic_optimization:
+            (optimizer,) = self.optimizers
+            along = reason_against_overlap(self._module, optimizer, self.precision_plugin)
+            rows.append(
+                (
+                    "updates",
+                    update_text(self._arguments.optimizer_overlap, along, self._reason_against_reaching(optimizer)),
+                )
+            )
+        return rows
 
     def predicted_timeline(self) -> Timeline | None:
         """What the simulator says of the schedule of training steps; None until costs of calls have been measured."""

@@ -502,6 +502,16 @@ class HostStore:
     # ------------------------------------------------------------------ end, and tests
 
     @property
+    def copy_bytes(self) -> int:
+        """Host memory of copies that workers read in place of the masters, in bytes."""
+        return sum(tensor_bytes(copy) for home in self._homes() for _, copy in home.copies)
+
+    @property
+    def landing_bytes(self) -> int:
+        """Host memory in which gradients arrive from GPUs, in bytes; `owns` tells which gradients lie there."""
+        return sum(slab.num_bytes for slabs in self._landings.values() for slab in slabs)
+
+    @property
     def pinned_bytes(self) -> int:
         """Bytes of page-locked memory."""
         return sum(slab.num_bytes for slab in self._all_slabs() if slab.pinned)
