@@ -259,13 +259,14 @@ PRECISIONS = {"float64": 1e-8, "32-true": 1e-4, "bf16-mixed": 0.1}
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     tree=trees,
-    rows=st.lists(st.integers(2, 9), min_size=1, max_size=3),
+    rows=st.lists(st.integers(2, 9), min_size=1, max_size=4),
     ragged=st.booleans(),
     manual=st.booleans(),
     precision=st.sampled_from(list(PRECISIONS)),
     layout=layouts(),
     flags=FLAGS,
     options=OPTIONS,
+    looks=st.booleans(),
     gpu_worker=st.integers(0, 9).map(lambda number: number == 9),
 )
 def test_equals_plain_lightning(
@@ -277,6 +278,7 @@ def test_equals_plain_lightning(
     layout: tuple[int, int, int],
     flags: dict[str, Any],
     options: dict[str, Any],
+    looks: bool,
     gpu_worker: bool,
 ) -> None:
     devices, per_device, groups = layout
@@ -297,7 +299,7 @@ def test_equals_plain_lightning(
         def module() -> L.LightningModule:
             return seeded(lambda: Fuzzed(tree, manual)).to(dtype)
 
-        return train(module, batches, strategy, devices, val_batches=batches[:1], **flags)
+        return train(module, batches, strategy, devices, val_batches=batches[:1], looks=looks, **flags)
 
     expected = fit("auto", 1)
     with pytest.MonkeyPatch.context() as patch:
