@@ -1,4 +1,4 @@
-"""Random modules, batches, flags and workers against plain Lightning; what differs shrinks to a small example.
+"""Random modules, batches, flags, options and workers against plain Lightning; what differs shrinks to an example.
 
 ``FUZZ_EXAMPLES=2000 pytest tests/situations/test_fuzz.py --timeout 1000`` looks longer than the default.
 """
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
-from tests.helpers.equivalence import assert_results_close, train
+from tests.helpers.equivalence import TrainResult, assert_results_close, assert_results_equal, train
 from tests.helpers.models import Block, seeded
+from tests.helpers.shim import gpu_workers_on_the_host
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "30"))
 WIDTH = 6
@@ -206,12 +208,12 @@ class Fuzzed(L.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
 
 
-def make_batch(rows: int, seed: int, ragged: bool) -> dict[str, Any]:
+def make_batch(rows: int, seed: int, ragged: bool, dtype: torch.dtype) -> dict[str, Any]:
     """A batch of ``rows`` rows."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     return {
         "pair": (draw(rows, WIDTH), draw(rows)),
@@ -232,43 +234,81 @@ FLAGS = st.fixed_dictionaries(
         "max_epochs": st.integers(1, 2),
     }
 )
-STRATEGIES = st.fixed_dictionaries(
+OPTIONS = st.fixed_dictionaries(
     {
         "num_microbatches": st.integers(1, 9),
         "optimizer_overlap": st.sampled_from(["off", "exact"]),
-        "workers_per_device": st.integers(1, 2),
+        "recompute": st.sampled_from(["auto", "all", "none"]),
     }
 )
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Devices, workers per device, and a number of replica groups that divides the workers."""
+    devices, per_device = draw(st.integers(1, 5)), draw(st.integers(1, 2))
+    workers = devices * per_device
+    groups = [count for count in range(1, workers + 1) if workers % count == 0]
+    return devices, per_device, draw(st.sampled_from(groups))
+
+
+# Of 16-bit results only the size can be compared with whole batches; their bits are compared with one worker's.
+PRECISIONS = {"float64": 1e-8, "32-true": 1e-4, "bf16-mixed": 0.1}
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     tree=trees,
-    rows=st.lists(st.integers(2, 9), min_size=1, max_size=3),
+    rows=st.lists(st.integers(2, 9), min_size=1, max_size=4),
     ragged=st.booleans(),
     manual=st.booleans(),
-    workers=st.integers(1, 5),
+    precision=st.sampled_from(list(PRECISIONS)),
+    layout=layouts(),
     flags=FLAGS,
-    strategy=STRATEGIES,
+    options=OPTIONS,
+    looks=st.booleans(),
+    gpu_worker=st.integers(0, 9).map(lambda number: number == 9),
 )
 def test_equals_plain_lightning(
     tree: Tree,
     rows: list[int],
     ragged: bool,
     manual: bool,
-    workers: int,
+    precision: str,
+    layout: tuple[int, int, int],
     flags: dict[str, Any],
-    strategy: dict[str, Any],
+    options: dict[str, Any],
+    looks: bool,
+    gpu_worker: bool,
 ) -> None:
+    devices, per_device, groups = layout
     if manual:
         flags = {"max_epochs": flags["max_epochs"]}
-        strategy = {**strategy, "num_microbatches": 1}
-    batches = [make_batch(count, seed, ragged) for seed, count in enumerate(rows)]
+        options = {**options, "num_microbatches": 1}
+    if "masked" in repr(tree):  # Its buffer is updated by one micro-batch after another: groups are refused.
+        groups = 1
+        options = {**options, "recompute": "auto"} if devices * per_device > 1 else options
+    elif options["recompute"] == "none":
+        groups = devices * per_device
+    if precision != "float64":
+        flags = {**flags, "precision": precision}
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    batches = [make_batch(count, seed, ragged, dtype) for seed, count in enumerate(rows)]
 
-    def module() -> L.LightningModule:
-        return seeded(lambda: Fuzzed(tree, manual)).double()
+    def fit(strategy: RoundPipeStrategy | str, devices: int) -> TrainResult:
+        def module() -> L.LightningModule:
+            return seeded(lambda: Fuzzed(tree, manual)).to(dtype)
 
-    expected = train(module, batches, val_batches=batches[:1], **flags)
-    found = train(module, batches, RoundPipeStrategy(**strategy), workers, val_batches=batches[:1], **flags)
-    assert_results_close(expected, found, rtol=1e-8)
+        return train(module, batches, strategy, devices, val_batches=batches[:1], looks=looks, **flags)
+
+    expected = fit("auto", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if gpu_worker:
+            gpu_workers_on_the_host(patch)
+        strategy = RoundPipeStrategy(workers_per_device=per_device, replica_groups=groups, **options)
+        found = fit(strategy, devices)
+    assert_results_close(expected, found, rtol=PRECISIONS[precision])
     assert found.module.words == expected.module.words
+    if precision == "bf16-mixed":
+        simple = {**options, "optimizer_overlap": "off", "recompute": "all", "replica_groups": groups}
+        assert_results_equal(fit(RoundPipeStrategy(**simple), groups), found)
