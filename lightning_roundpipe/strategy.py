@@ -686,6 +686,8 @@ class RoundPipeStrategy(ParallelStrategy):
         if ours:
             checkpoint[_CHECKPOINT_KEY] = ours
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if self._executor is None:
+            self.checkpoint_io.teardown()  # After a fit nobody else waits for a plugin that writes in the background.
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; one of ours continues with the same randomness."""

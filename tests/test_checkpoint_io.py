@@ -166,3 +166,13 @@ def test_lightnings_asynchronous_plugin_writes_through_it() -> None:
     assert isinstance(plugin.checkpoint_io, FileCheckpointIO)
     saved = torch.load("saved/last.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(saved[name], tensor) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize("plugin", [lambda: ShardedCheckpointIO(asynchronous=True), AsyncCheckpointIO])
+def test_what_is_saved_after_the_fit_is_there_at_once(plugin: Any) -> None:
+    trainer = trainer_for(RoundPipeStrategy(num_microbatches=2), 2, plugins=[plugin()])
+    trainer.fit(seeded(Residual), BatchDealer(residual_batches()))
+    for name in ("one.ckpt", "two.ckpt"):
+        trainer.save_checkpoint(name)
+        assert Path(name).exists()
+        assert not any(path.name.endswith(".incomplete") for path in Path().iterdir())

@@ -162,8 +162,7 @@ TABLE: list[tuple[str, Any, Any]] = [
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads /proc")
 @pytest.mark.filterwarnings("ignore")  # Of forks, and Lightning's about what it can not go on from.
-@pytest.mark.parametrize("worker", ["host", "gpu"])
-@pytest.mark.parametrize("overlap", ["off", "exact", "stale"])
+@pytest.mark.parametrize(("overlap", "worker"), [("off", "host"), ("exact", "host"), ("stale", "gpu")])
 @pytest.mark.parametrize(("place", "act", "error"), TABLE)
 def test_original_exception_soon_and_nothing_left(
     place: str, act: Any, error: Any, overlap: str, worker: str,
@@ -171,6 +170,8 @@ def test_original_exception_soon_and_nothing_left(
 ) -> None:  # fmt: skip
     if place.startswith("roundpipe") and overlap == "off":
         pytest.skip("the optimizer steps in the main thread")
+    if place == "dataloader worker" and overlap != "exact":
+        pytest.skip("takes long, and has nothing to do with updates")
     if worker == "gpu":
         gpu_workers_on_the_host(monkeypatch)
     module = seeded(Breakable)
