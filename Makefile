@@ -14,6 +14,7 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+PYTEST_JOBS ?= 2
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -25,7 +26,8 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/finetune_causal_lm.py $(DEMO_ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m timing $(PYTEST_ARGS) || test $$? -eq 5  # none was selected
+	$(BIN)/python -m pytest -q -m "not timing" -n $(PYTEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -54,6 +54,7 @@ def test_synchronous_step_beats_the_published_asynchronous_one(model, bubble, sp
     assert choice.step_s <= published_s / speedup
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     "limits", [{}, {"worker_memory_bytes": 24e9, "host_memory_bytes": 1024e9}], ids=["free", "tight"]
 )

@@ -19,6 +19,8 @@ from lightning_roundpipe.runtime.stats import StepStats
 from lightning_roundpipe.runtime.testing import executor_of
 from tests.helpers.equivalence import BatchDealer, trainer_for
 
+pytestmark = pytest.mark.timing
+
 NUM_WORKERS = 8
 NUM_MICROBATCHES = 16
 # Long against what a ticket costs the interpreter, about half a millisecond.

@@ -16,6 +16,8 @@ from tests.helpers.equivalence import BatchDealer, trainer_for
 from tests.helpers.machines import Failure, Machine, Machines, of_machine
 from tests.helpers.models import Residual, residual_batches
 
+pytestmark = pytest.mark.timing
+
 
 def group_of(machine: Machine) -> dist.ProcessGroup:
     dist.init_process_group("gloo", rank=machine.rank, world_size=machine.count)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -14,6 +15,8 @@ from lightning_roundpipe.plan.files import save_schedule
 from lightning_roundpipe.plan.schedule import Schedule
 from lightning_roundpipe.plan.stages import Plan
 from lightning_roundpipe.plan.timeline import Lane
+
+pytestmark = pytest.mark.timing
 
 BACKWARD_S, UPDATE_S, NUM_LAYERS = 0.02, 0.01, 8
 

@@ -15,6 +15,8 @@ from lightning_roundpipe.runtime import pending, updater
 from lightning_roundpipe.runtime.stats import StepStats
 from tests.helpers.equivalence import BatchDealer, trainer_for
 
+pytestmark = pytest.mark.timing
+
 NUM_UNITS = 6
 FORWARD_S = 0.002
 BACKWARD_S = 0.004
