@@ -93,11 +93,16 @@ CASES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+def name_of(flags: dict[str, Any]) -> str:
+    """The same in every process, which the address of a function is not."""
+    return str({key: getattr(value, "__name__", value) for key, value in flags.items()})
+
+
 FIRST_IS_SKIPPED = pytest.mark.filterwarnings(r"ignore:Detected call of `lr_scheduler.step\(\)` before")
 
 
 @FIRST_IS_SKIPPED
-@pytest.mark.parametrize("flags", CASES, ids=str)
+@pytest.mark.parametrize("flags", CASES, ids=name_of)
 def test_same_bits_and_the_same_scales(flags: dict[str, Any]) -> None:
     options = dict(flags)
     build = [options.pop("optimizer", torch.optim.Adam)]
