@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ from tests.helpers.machines import Machines
 
 # Virtual workers are threads already, and sums come out the same on every machine.
 torch.set_num_threads(1)
+# Whatever runs in a shell's background is started deaf to Ctrl-C, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # tqdm's monitor is a thread that outlives every progress bar; 0 says not to start it.
 tqdm.monitor_interval = 0
 

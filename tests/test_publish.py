@@ -95,7 +95,8 @@ def test_gradients_keep_their_dtype(dtype: torch.dtype) -> None:
 
 
 def sparse(value: float) -> Tensor:
-    return torch.sparse_coo_tensor([[1]], [[value]], (3, 1), check_invariants=False)
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):
+        return torch.sparse_coo_tensor([[1]], [[value]], (3, 1))
 
 
 DENSE = torch.ones(3, 1)
